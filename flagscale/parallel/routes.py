@@ -1,0 +1,124 @@
+"""Which embedding rows travel between which ranks: integers only, equal on every rank.
+
+A vision replica v encodes the items `encode[v]` and holds their rows, in that order, on each of its TP ranks. Rows are
+needed on ranks of the language grid: the first pipeline stage overlays them on its text embedding, and the last stage
+does so for the multi-token-prediction (MTP) layer, at the position before. With sequence parallelism a TP rank needs
+only rows of its sequence shard (and the one row after it, for MTP).
+
+Forward, a rank gets every row it needs once, from itself where it encoded the row. Backward is the adjoint: every
+contribution to a row's gradient goes once to each TP rank of the vision replica that made it. Without sequence
+parallelism the TP ranks of a language replica hold equal gradients, so one of them sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flagscale.data.assignment import VisualItem
+from flagscale.plan.layout import Grid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Consumer:
+    """What the language model does with visual rows."""
+
+    seq_length: int
+    sequence_parallel: bool
+    mtp: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """`num_rows` rows of one item, from `first_row` on, that go from one rank to another."""
+
+    item: int
+    first_row: int
+    num_rows: int
+    source: int
+    target: int
+
+
+def sequence_shard(language: Grid, consumer: Consumer, tp: int) -> tuple[int, int]:
+    """Token positions [low, high) whose hidden states live on tensor parallel rank `tp`."""
+    if not consumer.sequence_parallel:
+        return 0, consumer.seq_length
+    length = consumer.seq_length // language.tp
+    return tp * length, (tp + 1) * length
+
+
+def needed_rows(item: VisualItem, language: Grid, consumer: Consumer, tp: int, pp: int) -> tuple[int, int]:
+    """Rows [first, last) of `item` that rank (tp, pp) of the item's language replica needs; empty when first >= last.
+
+    A row at token position p is used at p by the decoder (first stage) and at p - 1 by MTP (last stage).
+    """
+    low, high = sequence_shard(language, consumer, tp)
+    decoder = pp == 0
+    mtp = consumer.mtp and pp == language.pp - 1
+    if not decoder and not mtp:
+        return 0, 0
+    first_position = low if decoder else low + 1
+    last_position = high + 1 if mtp else high
+    first = max(first_position - item.start, 0)
+    last = min(last_position - item.start, item.num_tokens)
+    return (first, last) if first < last else (0, 0)
+
+
+def forward_routes(
+    items: Sequence[VisualItem], encode: Sequence[Sequence[int]], vision: Grid, language: Grid, consumer: Consumer
+) -> list[Route]:
+    """Routes of the embeddings, ordered by vision replica, then as encoded, then by target rank."""
+    routes = []
+    for v, index in ((v, index) for v, indexes in enumerate(encode) for index in indexes):
+        item = items[index]
+        makers = [vision.rank(tp=tp, dp=v) for tp in range(vision.tp)]
+        for target, first, last in _consumers(item, language, consumer):
+            source = target if target in makers else makers[target % vision.tp]
+            routes.append(Route(item=index, first_row=first, num_rows=last - first, source=source, target=target))
+    return routes
+
+
+def backward_routes(
+    items: Sequence[VisualItem], encode: Sequence[Sequence[int]], vision: Grid, language: Grid, consumer: Consumer
+) -> list[Route]:
+    """Routes of the gradients of those embeddings, in the same order; `source` is a language rank."""
+    routes = []
+    for v, index in ((v, index) for v, indexes in enumerate(encode) for index in indexes):
+        item = items[index]
+        makers = [vision.rank(tp=tp, dp=v) for tp in range(vision.tp)]
+        holders = list(_consumers(item, language, consumer))
+        if not consumer.sequence_parallel:
+            holders = _one_per_stage(holders, language, makers, index)
+        for source, first, last in holders:
+            for target in makers:
+                routes.append(Route(item=index, first_row=first, num_rows=last - first, source=source, target=target))
+    return routes
+
+
+def travelling_rows(routes: Sequence[Route]) -> int:
+    """Rows that leave their rank: times row size, the bytes of an exchange over the whole job."""
+    return sum(route.num_rows for route in routes if route.source != route.target)
+
+
+def _consumers(item: VisualItem, language: Grid, consumer: Consumer) -> list[tuple[int, int, int]]:
+    """(rank, first row, last row) of every rank that needs rows of `item`, by ascending rank."""
+    found = []
+    for pp in range(language.pp):
+        for tp in range(language.tp):
+            first, last = needed_rows(item, language, consumer, tp, pp)
+            if first < last:
+                found.append((language.rank(tp=tp, dp=item.replica, pp=pp), first, last))
+    return found
+
+
+def _one_per_stage(
+    holders: list[tuple[int, int, int]], language: Grid, makers: list[int], index: int
+) -> list[tuple[int, int, int]]:
+    """Of each stage's TP ranks, which hold equal gradients, the one that sends: a maker itself, else dealt by item."""
+    chosen = []
+    for pp in range(language.pp):
+        stage = [holder for holder in holders if language.coordinate(holder[0])["pp"] == pp]
+        if stage:
+            own = [holder for holder in stage if holder[0] in makers]
+            chosen.append(own[0] if own else stage[index % len(stage)])
+    return chosen

@@ -1,0 +1,175 @@
+"""One optimizer over modules with different grids: a distributed optimizer each, one norm, one decision.
+
+Megatron-Core's own MimoOptimizer takes one all-reduce a module and three more for overflow, norm and success. Here every
+rank contributes the squared norm of the gradient shards it owns, each parameter counted once whatever its grid, and one
+all-reduce over the world carries both norms and the step's metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from flagscale.config.schema import Config
+from flagscale.config.schema import OptimizerConfig as OptimizerKeys
+from flagscale.plan.layout import LANGUAGE, VISION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What one optimizer step did.
+
+    Attributes:
+        skipped: a gradient was not finite, so no parameter was changed on any rank.
+        grad_norm: L2 norm over both modules, before clipping.
+        grad_norms: L2 norm of each module.
+        sums: the caller's numbers, summed over the world.
+    """
+
+    skipped: bool
+    grad_norm: float
+    grad_norms: dict[str, float]
+    sums: list[float]
+
+
+class JointOptimizer:
+    """The optimizers of the modules that have trainable parameters, stepped together."""
+
+    def __init__(self, optimizers: dict[str, MegatronOptimizer], clip_grad: float) -> None:
+        self.optimizers = optimizers
+        self._clip_grad = clip_grad
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """Parameter groups of all modules, for the learning-rate schedule."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients of the optimizers' own parameter shards."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self, local_sums: torch.Tensor) -> StepOutcome:
+        """Clips by the global norm and updates, or skips everywhere. Collective over the world.
+
+        Args:
+            local_sums: numbers of this rank to be summed over the world along with the norms, 1-D float32.
+        """
+        for optimizer in self.optimizers.values():
+            optimizer.prepare_grads()
+        squares = [self._local_square(name, local_sums.device) for name in (VISION, LANGUAGE)]
+        total = torch.cat([torch.stack(squares), local_sums])
+        dist.all_reduce(total)
+        vision_square, language_square, *sums = total.tolist()
+        norm = math.sqrt(vision_square + language_square) if vision_square + language_square >= 0 else math.nan
+        norms = {VISION: math.sqrt(max(vision_square, 0.0)), LANGUAGE: math.sqrt(max(language_square, 0.0))}
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            for optimizer in self.optimizers.values():
+                self._clip(optimizer, norm)
+                optimizer.step_with_ready_grads()
+        return StepOutcome(skipped=skipped, grad_norm=norm, grad_norms=norms, sums=sums)
+
+    def _local_square(self, name: str, device: torch.device) -> torch.Tensor:
+        """Squared norm of the gradient shards of one module that this rank owns."""
+        square = torch.zeros((), dtype=torch.float32, device=device)
+        if name in self.optimizers:
+            for part in self.optimizers[name].chained_optimizers:
+                gradients = [gradient for gradient in part.get_grads_for_grad_norm() if gradient.numel()]
+                if gradients:
+                    square += torch.stack(torch._foreach_norm(gradients)).square().sum()
+        return square
+
+    def _clip(self, optimizer: MegatronOptimizer, norm: float) -> None:
+        parameters = optimizer.get_parameters()
+        if self._clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=norm)
+
+
+def build_optimizer(
+    config: Config, modules: dict[str, DistributedDataParallel], groups: dict[str, ProcessGroupCollection],
+    trainable: tuple[str, ...],
+) -> JointOptimizer:  # fmt: skip
+    """Makes a distributed optimizer for each module in `trainable`. Collective over the world.
+
+    Args:
+        modules: the wrapped modules this rank holds.
+        trainable: names of the modules with trainable parameters, the same on every rank.
+    """
+    keys = config.model.optimizer
+    optimizers = {}
+    for name in trainable:
+        if name in modules:
+            optimizers[name] = get_megatron_optimizer(
+                _megatron_config(config),
+                [modules[name]],
+                config_overrides=_overrides(keys, name),
+                use_gloo_process_groups=False,
+                pg_collection=groups[name],
+            )
+        else:
+            # Megatron-Core agrees on the parameter groups over the whole world, once for dense and once for expert
+            # parameters; a rank outside this module's grid has none, and takes part with an empty list.
+            for _ in range(2):
+                dist.all_gather_object([None] * dist.get_world_size(), [])
+    return JointOptimizer(optimizers, keys.clip_grad)
+
+
+def build_scheduler(config: Config, optimizer: JointOptimizer) -> OptimizerParamScheduler:
+    """Megatron-Core's learning-rate schedule; its step is one iteration."""
+    keys = config.model.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=keys.lr,
+        min_lr=keys.min_lr,
+        lr_warmup_steps=keys.lr_warmup_iters,
+        lr_decay_steps=config.model.train_iters,
+        lr_decay_style=keys.lr_decay_style,
+        start_wd=keys.weight_decay,
+        end_wd=keys.weight_decay,
+        wd_incr_steps=config.model.train_iters,
+        wd_incr_style="constant",
+    )
+
+
+def _megatron_config(config: Config) -> OptimizerConfig:
+    keys = config.model.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=keys.lr,
+        min_lr=keys.min_lr,
+        weight_decay=keys.weight_decay,
+        adam_beta1=keys.adam_beta1,
+        adam_beta2=keys.adam_beta2,
+        adam_eps=keys.adam_eps,
+        clip_grad=0.0,  # clipping is ours, by the norm over both modules
+        bf16=config.system.bf16,
+        params_dtype=torch.bfloat16 if config.system.bf16 else torch.float32,
+        use_distributed_optimizer=True,
+    )
+
+
+def _overrides(keys: OptimizerKeys, name: str) -> dict[ParamKey, dict[str, float]]:
+    """Weight decay on matrices only, and the learning-rate factors of the vision encoder's parts."""
+    overrides: dict[ParamKey, dict[str, float]] = {_where("vector", lambda p, n: p.ndim <= 1): {"wd_mult": 0.0}}
+    if name == VISION:
+        for part, factor in (("encoder", keys.vision_lr_mult), ("merger", keys.merger_lr_mult)):
+            inside = _where(part, lambda p, n, part=part: ("merger." in n) == (part == "merger"))
+            if factor != 1.0:
+                overrides[inside] = {"max_lr": keys.lr * factor, "min_lr": keys.min_lr * factor}
+    return overrides
+
+
+def _where(name: str, matches: object) -> ParamKey:
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
