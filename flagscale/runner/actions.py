@@ -1,0 +1,115 @@
+"""What `run.py` does with a checked plan: run, test, stop, query."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import flagscale
+from flagscale.config.errors import ConfigError
+from flagscale.config.schema import Config
+from flagscale.plan.plan import ExperimentPlan
+from flagscale.runner import control, local, render
+from flagscale.runner.progress import Console
+from flagscale.runner.record import claim
+
+TEST_ITERATIONS = 3
+
+
+def dispatch(plan: ExperimentPlan, action: str, cwd: Path | None = None) -> int:
+    """Carry out an action and return the exit code of the program.
+
+    Args:
+        plan: checked, with the experiment's folder in its configuration.
+        action: run, test, stop or query.
+        cwd: folder that relative paths start from, and in which the job runs; by default the current one.
+
+    Raises:
+        UserError: when a job runs in the folder already, or the runner cannot do what is asked.
+    """
+    workdir = (cwd or Path.cwd()).resolve()
+    exp_dir = (workdir / plan.config.experiment.exp_dir).resolve()
+    console = Console(sys.stdout)
+    if action == "run":
+        return _run(plan, exp_dir, workdir, console)
+    if action == "test":
+        return _test(plan, workdir, console)
+    if action == "stop":
+        return control.stop(exp_dir, plan.config.experiment.runner.stop_grace, console)
+    if action == "query":
+        return control.query(exp_dir, console)
+    raise ValueError(f"action {action!r} is not one of run, test, stop, query")
+
+
+def _run(plan: ExperimentPlan, exp_dir: Path, workdir: Path, console: Console) -> int:
+    """Write the run's files and start the job."""
+    runner = plan.config.experiment.runner
+    if runner.nnodes != 1:
+        raise ConfigError(
+            "experiment.runner.nnodes",
+            runner.nnodes,
+            "the local runner starts ranks on 1 machine, this one",
+            "set it to 1",
+        )
+    with claim(exp_dir):
+        script = write_run_files(plan, exp_dir, workdir)
+        job = local.LocalJob(
+            exp_dir=exp_dir,
+            command=["bash", str(script)],
+            train_iters=plan.config.model.train_iters,
+            log_interval=plan.config.system.logging.log_interval,
+            stop_grace=runner.stop_grace,
+        )
+        return local.run_detached(job, console) if runner.detach else local.run_foreground(job, console)
+
+
+def write_run_files(plan: ExperimentPlan, exp_dir: Path, workdir: Path) -> Path:
+    """Write `plan.json` and `launch.sh`; the path of the script."""
+    plan.save(exp_dir / "plan.json")
+    script = exp_dir / "launch.sh"
+    text = render.launch_script(
+        list(plan.command),
+        render.environment(plan.config, cores=len(os.sched_getaffinity(0))),
+        workdir=workdir,
+        import_root=Path(flagscale.__file__).resolve().parent.parent,
+    )
+    script.touch(mode=0o700)  # experiment.envs may hold secrets
+    script.write_text(text)
+    return script
+
+
+def _test(plan: ExperimentPlan, workdir: Path, console: Console) -> int:
+    """A few iterations in a folder that is thrown away afterwards; it is kept, and named, when they fail."""
+    folder = Path(tempfile.mkdtemp(prefix="flagscale-test-"))
+    config = test_config(plan.config, folder)
+    short = replace(plan, config=config, command=tuple(render.torchrun_command(config, folder)))
+    code = _run(short, folder, workdir, console)
+    if code == 0:
+        shutil.rmtree(folder)
+        console.line(f"test passed: {short.config.model.train_iters} iterations, output thrown away")
+    else:
+        console.line(f"test failed with exit code {code}; its output is kept in {folder}")
+    return code
+
+
+def test_config(config: Config, folder: Path) -> Config:
+    """The configuration of `action=test`: a few iterations, one short validation, in the foreground, no trackers."""
+    iterations = min(TEST_ITERATIONS, config.model.train_iters)
+    optimizer = replace(
+        config.model.optimizer, lr_warmup_iters=min(config.model.optimizer.lr_warmup_iters, iterations - 1)
+    )
+    validates = config.model.eval_interval is not None
+    model = replace(
+        config.model,
+        train_iters=iterations,
+        eval_interval=iterations if validates else None,
+        eval_iters=1,
+        optimizer=optimizer,
+    )
+    experiment = replace(config.experiment, exp_dir=str(folder), runner=replace(config.experiment.runner, detach=False))
+    system = replace(config.system, logging=replace(config.system.logging, wandb=False, tensorboard=False))
+    return replace(config, experiment=experiment, model=model, system=system)
