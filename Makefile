@@ -1,0 +1,42 @@
+# The same commands for people and CI. Every target sets up .venv when it is missing or pyproject.toml changed.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+RUN := $(PY) run.py --config-name qwen35_mimo
+ARGS ?=
+
+.PHONY: help setup demo test test-long lint clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv and install everything pinned in constraints.txt
+
+$(STAMP): pyproject.toml setup.py constraints.txt tools/find_python.sh
+	@set -e; python="$$(bash tools/find_python.sh)"; \
+	if ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	  echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV); fi
+	@echo "installing into $(VENV) (about 2 minutes the first time)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## train the small model on a CPU, from nothing to pictures; ARGS="key=value ..." overrides
+	$(PY) tools/data/make_digits.py
+	$(RUN) $(ARGS)
+
+test: $(STAMP) ## run the tests; ARGS="..." goes to pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+test-long: $(STAMP) ## run the tests that take minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m long $(ARGS)
+
+lint: $(STAMP) ## ruff and strict mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+clean: ## remove .venv, caches and built data
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,8 @@
+"""Settings common to all tests."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch: test processes share few cores, and thread pools that compete for them stall.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
