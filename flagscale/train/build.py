@@ -1,0 +1,97 @@
+"""Builds what training needs, as one list of named steps: topology, modules, weights, wrappers, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+
+from flagscale.config.schema import ModelConfig
+from flagscale.models.qwen35 import language, vision, weights
+from flagscale.parallel.groups import Topology
+from flagscale.plan.layout import LANGUAGE, VISION
+from flagscale.plan.plan import ExperimentPlan
+from flagscale.platforms import Platform
+from flagscale.train.optimizer import JointOptimizer, build_optimizer, build_scheduler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """Everything an iteration touches on this rank.
+
+    Attributes:
+        raw: the modules this rank holds, unwrapped.
+        modules: the same, wrapped for gradient reduction where they train.
+        wrapped: those of `modules` that are wrapped.
+    """
+
+    plan: ExperimentPlan
+    platform: Platform
+    topology: Topology
+    raw: dict[str, torch.nn.Module]
+    modules: dict[str, torch.nn.Module]
+    wrapped: dict[str, DistributedDataParallel]
+    optimizer: JointOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype of both modules."""
+        return torch.bfloat16 if self.plan.config.system.bf16 else torch.float32
+
+
+def build(plan: ExperimentPlan, platform: Platform) -> TrainState:
+    """Builds the training state. Collective over the world."""
+    config = plan.config
+    topology = Topology.build(plan.modules, config.model.seed)
+    try:
+        raw = _build_modules(plan, platform, topology)
+        for module in raw.values():
+            weights.init_weights(module, config.model, config.model.seed)
+        names = trainable_modules(config.model)
+        wrapped = {name: _wrap(module, topology, name) for name, module in raw.items() if name in names}
+        optimizer = build_optimizer(config, wrapped, topology.groups, names)
+    except BaseException:
+        topology.destroy()
+        raise
+    return TrainState(
+        plan=plan,
+        platform=platform,
+        topology=topology,
+        raw=raw,
+        modules={**raw, **wrapped},
+        wrapped=wrapped,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+    )
+
+
+def trainable_modules(model: ModelConfig) -> tuple[str, ...]:
+    """Modules with at least one trainable parameter; the same on every rank."""
+    trains = {VISION: not (model.freeze_vision and model.freeze_merger), LANGUAGE: not model.freeze_language}
+    return tuple(name for name, any_part in trains.items() if any_part)
+
+
+def _build_modules(plan: ExperimentPlan, platform: Platform, topology: Topology) -> dict[str, torch.nn.Module]:
+    """The modules this rank holds, on its device, with frozen parts marked."""
+    config = plan.config
+    builders = {VISION: vision.build_vision, LANGUAGE: language.build_language}
+    raw = {}
+    for name, groups in topology.groups.items():
+        module = builders[name](config.model, groups, platform, bf16=config.system.bf16)
+        weights.freeze(module, config.model)
+        raw[name] = module
+    return raw
+
+
+def _wrap(module: torch.nn.Module, topology: Topology, name: str) -> DistributedDataParallel:
+    """Megatron-Core's gradient buffers and reduction, over the module's own data parallel group."""
+    return DistributedDataParallel(
+        get_model_config(module),
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        module,
+        pg_collection=topology.groups[name],
+    )

@@ -1,0 +1,181 @@
+"""The training loop: iterations, validation, checkpoints, and what is reported of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from flagscale.data.loader import DataPipeline
+from flagscale.plan.layout import LANGUAGE, VISION
+from flagscale.train.build import TrainState
+from flagscale.train.checkpoint import Checkpoints
+from flagscale.train.evaluate import Evaluation, evaluate
+from flagscale.train.language import LossWeights
+from flagscale.train.metrics import Reporter, read_metrics
+from flagscale.train.plots import Answered, plot_answers, plot_losses
+from flagscale.train.step import StepReport, TrainStep
+
+PICTURES = 24  # held-out images in plots/answers.png
+
+
+class Training:
+    """One run from its newest checkpoint to `train_iters`. A context manager: leaving it ends workers and writers.
+
+    Args:
+        state: as built.
+        exp_dir: the run's folder.
+    """
+
+    def __init__(self, state: TrainState, exp_dir: Path) -> None:
+        self._state = state
+        self._config = state.plan.config
+        self._exp_dir = exp_dir
+        self._step = TrainStep(state)
+        self._checkpoints = Checkpoints(exp_dir / "checkpoints", self._config.system.checkpoint.keep)
+        self._progress = {"iteration": 0, "skipped": 0}
+        newest = self._checkpoints.newest()
+        if newest is not None:
+            self._progress = self._checkpoints.load(state, newest)
+        rank = state.topology.rank
+        self._data = DataPipeline(state.plan, "train", rank)
+        self._held_out = DataPipeline(state.plan, "valid", rank) if self._config.data.valid_path else None
+        self._reporter = Reporter(state.plan, exp_dir, self._progress["iteration"]) if rank == 0 else None
+        self._say(f"{state.platform.description}; {_describe(state)}")
+        if newest is not None:
+            self._say(f"resumed from {newest}")
+
+    def run(self) -> None:
+        """Trains, validates and saves until `train_iters`, then writes the pictures."""
+        model, save_interval = self._config.model, self._config.system.checkpoint.save_interval
+        first = self._progress["iteration"]
+        for step in range(first, model.train_iters):
+            self._iterate(step)
+            done = self._progress["iteration"]
+            if model.eval_interval and done % model.eval_interval == 0 and done < model.train_iters:
+                self._validate()
+            if save_interval and done % save_interval == 0 and done < model.train_iters:
+                self._save()
+        if first < model.train_iters:
+            self._save()
+        self._finish()
+
+    def _iterate(self, step: int) -> None:
+        weights = LossWeights.of_batch(
+            num_loss_tokens=self._data.num_loss_tokens(step),
+            num_mtp_loss_tokens=self._data.num_mtp_loss_tokens(step),
+            mtp_loss_scaling_factor=self._config.model.mtp_loss_scaling_factor,
+        )
+        learning_rate = self._learning_rate()
+        waited, start = self._data.wait_s, time.perf_counter()
+        report = self._step.run(self._data.step(step), weights)
+        seconds = time.perf_counter() - start
+        self._progress["iteration"] = step + 1
+        self._progress["skipped"] += report.outcome.skipped
+        if self._reporter is not None:
+            values = self._values(step, report, seconds)
+            values["learning_rate"] = learning_rate
+            values["data_wait_s"] = self._data.wait_s - waited
+            self._reporter.metrics(values)
+
+    def _values(self, step: int, report: StepReport, seconds: float) -> dict[str, Any]:
+        """The line of metrics.jsonl for one iteration."""
+        plan, outcome = self._state.plan, report.outcome
+        num_tokens = self._data.num_tokens(step)
+        num_mtp = self._data.num_mtp_loss_tokens(step)
+        mean_load = sum(report.loads) / len(report.loads)
+        values = {
+            "iteration": step + 1,
+            "lm_loss": report.lm_loss,
+            "mtp_1_loss": report.mtp_loss / num_mtp if num_mtp and self._config.model.mtp_num_layers else None,
+            "grad_norm": outcome.grad_norm,
+            "grad_norm_vision": outcome.grad_norms[VISION],
+            "grad_norm_language": outcome.grad_norms[LANGUAGE],
+            "iteration_time_s": seconds,
+            "samples_per_s": plan.batch.global_batch_size / seconds,
+            "tokens_per_s": num_tokens / seconds,
+            "tflops_per_gpu": self._data.flops(step) / seconds / plan.world_size / 1e12,
+            "num_tokens": num_tokens,
+            "num_images": report.num_items,
+            "vision_load_max_over_mean": max(report.loads) / mean_load if mean_load else 1.0,
+            "exchange_bytes": report.exchange_bytes,
+            "skipped": self._progress["skipped"],
+        }
+        return values | {f"{phase}_s": seconds for phase, seconds in report.phase_s.items()}
+
+    def _learning_rate(self) -> float:
+        groups = self._state.optimizer.param_groups
+        return next((group["lr"] for group in groups if group["default_config"]), groups[0]["lr"])
+
+    def _validate(self) -> Evaluation | None:
+        if self._held_out is None:
+            return None
+        result = evaluate(self._state, self._step, self._held_out)
+        if self._reporter is not None:
+            self._reporter.metrics(
+                {
+                    "iteration": self._progress["iteration"],
+                    "eval_lm_loss": result.lm_loss,
+                    "eval_mtp_1_loss": result.mtp_loss,
+                    "eval_accuracy": result.accuracy,
+                    "eval_samples": len(result.predictions),
+                }
+            )
+        return result
+
+    def _save(self) -> None:
+        path = self._checkpoints.save(self._state, self._progress)
+        self._say(f"saved {path}")
+
+    def _finish(self) -> None:
+        """Validates once more and draws."""
+        result = self._validate()
+        if self._reporter is None:
+            return
+        plots = self._exp_dir / "plots"
+        plot_losses(read_metrics(self._exp_dir), plots / "losses.png")
+        self._say(f"loss curves: {plots / 'losses.png'}")
+        if result is not None:
+            right = sum(p.correct for p in result.predictions)
+            self._say(f"held-out exact match: {100 * result.accuracy:.1f} % ({right} of {len(result.predictions)} samples)")
+            self._draw_answers(result, plots / "answers.png")
+
+    def _draw_answers(self, result: Evaluation, target: Path) -> None:
+        answered = []
+        for prediction in result.predictions:
+            shown = self._held_out.text(prediction.sample)
+            if shown.images and len(answered) < PICTURES:
+                answer, said = (self._held_out.decode(ids) for ids in (prediction.expected, prediction.predicted))
+                answered.append(
+                    Answered(image=shown.images[0], question=shown.question, answer=answer, prediction=said)
+                )
+        if answered:
+            plot_answers(answered, target)
+            self._say(f"answers: {target}")
+
+    def _say(self, line: str) -> None:
+        if self._reporter is not None:
+            self._reporter.say(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._data.close()
+        if self._held_out is not None:
+            self._held_out.close()
+        if self._reporter is not None:
+            self._reporter.close()
+
+
+def _describe(state: TrainState) -> str:
+    vision, language = (state.topology.grids[name] for name in (VISION, LANGUAGE))
+    return (
+        f"{state.plan.layout} on {dist.get_world_size()} ranks: ViT TP{vision.tp}/DP{vision.dp}, "
+        f"LLM TP{language.tp}/PP{language.pp}/DP{language.dp}, vit_batch_factor {state.plan.batch.vit_batch_factor}"
+    )

@@ -1,0 +1,47 @@
+"""The entrypoint torchrun starts on every rank: `train_qwen35.py --plan exp_dir/plan.json`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from flagscale.config.errors import UserError
+from flagscale.plan.plan import ExperimentPlan
+from flagscale.platforms import get_platform
+from flagscale.train.build import build
+from flagscale.train.failure import report_user_error
+from flagscale.train.loop import Training
+
+
+def main() -> int:
+    """Trains as the plan says; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True, help="plan.json written by run.py")
+    exp_dir = parser.parse_args().plan.resolve().parent
+    plan = ExperimentPlan.load(exp_dir / "plan.json")
+    platform = get_platform(plan.config.system.platform)
+    platform.install()
+    dist.init_process_group(platform.backend, device_id=platform.device if platform.device.type == "cuda" else None)
+    state = None
+    try:
+        state = build(plan, platform)
+        with Training(state, exp_dir) as training:
+            training.run()
+        dist.barrier()
+    except UserError as error:
+        report_user_error(exp_dir, dist.get_rank(), error)
+        # Peers may wait in a collective that never completes: leave without them, torchrun ends the job.
+        os._exit(2)
+    finally:
+        if state is not None:
+            state.topology.destroy()
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

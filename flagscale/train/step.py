@@ -1,0 +1,175 @@
+"""One training iteration, flat: every stage of the colocated schedule in order.
+
+Unified runs the same code: equal grids, and macro batches of one microbatch (with pipeline stages, one macro batch an
+iteration, encoded by the first stage's ranks).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+
+from flagscale.data.loader import MacroBatch, TextBatch
+from flagscale.models.qwen35.language import VisualRows
+from flagscale.models.qwen35.weights import sum_partial_gradients
+from flagscale.parallel.exchange import Exchange
+from flagscale.parallel.routes import Consumer
+from flagscale.plan.layout import LANGUAGE, VISION
+from flagscale.train.build import TrainState, trainable_modules
+from flagscale.train.language import LanguageSchedule, LossWeights
+from flagscale.train.optimizer import StepOutcome
+from flagscale.train.vision import MacroEncoder, gather_pixels
+
+
+@dataclass(kw_only=True, slots=True)
+class StepReport:
+    """What an iteration did, the same on every rank except `phase_s`."""
+
+    lm_loss: float
+    mtp_loss: float
+    outcome: StepOutcome
+    num_items: int = 0
+    exchange_bytes: int = 0
+    loads: list[float] = field(default_factory=list)
+    phase_s: dict[str, float] = field(default_factory=dict)
+
+
+class TrainStep:
+    """Runs iterations on the modules of a `TrainState`."""
+
+    def __init__(self, state: TrainState) -> None:
+        model = state.plan.config.model
+        self._state = state
+        self._device = state.platform.device
+        self._consumer = Consumer(
+            seq_length=model.seq_length, sequence_parallel=model.sequence_parallel, mtp=model.mtp_num_layers > 0
+        )
+        self.language = LanguageSchedule(
+            state.modules[LANGUAGE],
+            state.topology.groups[LANGUAGE],
+            seq_length=model.seq_length,
+            micro_batch_size=model.micro_batch_size,
+        )
+        self._trains_vision = VISION in trainable_modules(model)
+        self._encoder = MacroEncoder(
+            state.modules.get(VISION, torch.nn.Identity()),
+            width=model.hidden_size,
+            dtype=state.dtype,
+            trainable=self._trains_vision,
+            recompute=model.vision_recompute,
+        )
+        self._patch_values = 3 * model.vision_temporal_patch_size * model.vision_patch_size**2
+        self._phase_s: dict[str, float] = {}
+
+    def run(self, macro_batches: Iterable[MacroBatch], weights: LossWeights) -> StepReport:
+        """One optimizer step over the macro batches of a global batch. Collective over the world."""
+        state, self._phase_s = self._state, {}
+        for module in state.wrapped.values():
+            module.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        sums = torch.zeros(2, device=self._device)
+        loads, num_items, travelling = [0.0] * state.plan.modules[VISION].dp, 0, 0
+
+        for macro in macro_batches:
+            # Encode the images of all microbatches once, and send the embeddings to where they are used.
+            exchange, rows = self.encode(macro)
+            # Every microbatch through the language model; gradients collect in the rows' embeddings.
+            with self._phase("language"):
+                sums += self.language.train(self.on_device(macro), rows, weights)
+            # The gradients back to where the embeddings were made, and the encoder's backward, once.
+            if self._trains_vision:
+                with self._phase("exchange"):
+                    grads_VD = exchange.send_gradients(_collect_gradients(rows))
+                with self._phase("vision_backward"):
+                    self._encoder.backward(grads_VD)
+            loads = [total + load for total, load in zip(loads, macro.spec.loads, strict=True)]
+            num_items += len(macro.spec.items)
+            travelling += exchange.travelling_rows
+
+        # Reduce the gradients of each module over its own grid, then one clip and one step over both.
+        with self._phase("optimizer"):
+            finalize_gradients(state)
+            outcome = state.optimizer.step(sums if self._counts_loss() else torch.zeros_like(sums))
+            if not outcome.skipped:
+                state.scheduler.step(increment=1)
+        lm, mtp = outcome.sums
+        row_bytes = state.plan.config.model.hidden_size * state.dtype.itemsize
+        return StepReport(
+            lm_loss=lm * weights.lm,
+            mtp_loss=mtp,
+            outcome=outcome,
+            num_items=num_items,
+            exchange_bytes=travelling * row_bytes,
+            loads=loads,
+            phase_s=self._phase_s,
+        )
+
+    def encode(self, macro: MacroBatch) -> tuple[Exchange, list[VisualRows]]:
+        """Vision forward of a macro batch and the exchange; per microbatch the rows this rank's language model needs."""
+        state, spec = self._state, macro.spec
+        with self._phase("vision_forward"):
+            rows_VD = self._encode_own_items(macro)
+        with self._phase("exchange"):
+            exchange = Exchange(
+                spec.items,
+                spec.encode,
+                vision=state.plan.modules[VISION],
+                language=state.plan.modules[LANGUAGE],
+                consumer=self._consumer,
+                rank=state.topology.rank,
+                micro_batch_size=state.plan.config.model.micro_batch_size,
+            )
+            rows_RD = exchange.send_embeddings(rows_VD)
+        needs_grad = self._trains_vision and torch.is_grad_enabled()
+        rows = []
+        for m in range(spec.num_microbatches):
+            rows_MD = rows_RD[exchange.microbatch_slice(m)].detach().requires_grad_(needs_grad)
+            rows.append(exchange.visual_rows(rows_MD, m))
+        return exchange, rows
+
+    def on_device(self, macro: MacroBatch) -> list[TextBatch]:
+        """The macro batch's texts on this rank's device."""
+        return [batch.to(self._device) for batch in macro.microbatches]
+
+    def _encode_own_items(self, macro: MacroBatch) -> torch.Tensor:
+        """rows_VD of the items assigned to this rank's vision replica; none outside the vision grid."""
+        topology, spec = self._state.topology, macro.spec
+        if not topology.has(VISION):
+            return torch.zeros((0, self._state.plan.config.model.hidden_size), dtype=self._state.dtype, device=self._device)
+        items = [spec.items[index] for index in spec.encode[topology.coordinate(VISION)["dp"]]]
+        readers = {index: rank for rank, indexes in enumerate(spec.reads) for index in indexes}
+        pixels_PC = gather_pixels(
+            macro.pixels_PD, items, readers, topology.groups[VISION].tp, self._device, self._patch_values
+        )
+        return self._encoder.forward(pixels_PC, items, spec.num_microbatches)
+
+    def _counts_loss(self) -> bool:
+        """Whether this rank's loss sums count: one of the tensor parallel ranks, which all have the same."""
+        return self._state.topology.coordinate(LANGUAGE)["tp"] == 0
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phase_s[name] = self._phase_s.get(name, 0.0) + time.perf_counter() - start
+
+
+def finalize_gradients(state: TrainState) -> None:
+    """Completes the gradients of every module: data parallel sum, tied embeddings, tensor parallel partial sums."""
+    for name, module in state.wrapped.items():
+        finalize_model_grads([module], None, pg_collection=state.topology.groups[name])
+        sum_partial_gradients(module, state.topology.groups[name].tp)
+
+
+def _collect_gradients(rows: list[VisualRows]) -> torch.Tensor:
+    """grads_RD of all received rows; zero where no microbatch's loss reached them."""
+    gradients = [
+        row.embeddings_VD.grad if row.embeddings_VD.grad is not None else torch.zeros_like(row.embeddings_VD)
+        for row in rows
+    ]
+    return torch.cat(gradients)

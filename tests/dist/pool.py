@@ -1,0 +1,134 @@
+"""Standing gloo ranks for tests: started once, used by every multi-rank test of the session.
+
+Start-up (importing torch and Megatron-Core) costs several seconds a process, a test case a fraction of one. So the
+ranks stay, and each case only makes a new process group. A case that fails or overruns its time ends all ranks; the
+next case starts fresh ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+class RankTimeout(AssertionError):
+    """Not every rank answered in time."""
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Runs `fn(*args)` on ranks 0 .. world_size-1 with torch.distributed initialised, and returns their results.
+
+    Args:
+        world_size: number of ranks.
+        fn: an importable top-level function; it reads its rank from torch.distributed.
+        args: picklable arguments, the same for every rank. A tensor travels by value.
+        timeout: seconds for the case, start-up of missing processes not counted.
+
+    Raises:
+        RankFailure: the first rank's traceback when one raised.
+        RankTimeout: when ranks hang; it names those that did not answer.
+    """
+    _POOL.ensure(world_size)
+    return _POOL.run(world_size, fn, args, timeout)
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def ensure(self, size: int) -> None:
+        """Starts what is missing and waits until all have imported torch and Megatron-Core."""
+        context = multiprocessing.get_context("spawn")
+        fresh = []
+        while len(self.workers) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+            fresh.append(ours)
+        for connection in fresh:
+            if not connection.poll(120):
+                self.end()
+                raise RankTimeout("ranks did not start within 120 s")
+            connection.recv()
+
+    def run(self, size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            store = os.path.join(folder, "store")
+            for rank in range(size):
+                self.workers[rank][1].send((rank, size, store, fn, args))
+            return self._collect(size, timeout)
+
+    def _collect(self, size: int, timeout: float) -> list[Any]:
+        pending = {self.workers[rank][1]: rank for rank in range(size)}
+        results: list[Any] = [None] * size
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(pending.values())
+                self.end()
+                raise RankTimeout(f"ranks {missing} of {size} did not finish within {timeout} s")
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[arg-type]
+                try:
+                    ok, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process ended without an answer"
+                if not ok:
+                    self.end()
+                    raise RankFailure(f"rank {rank} of {size} failed:\n{value}")
+                results[rank] = value
+        return results
+
+    def end(self) -> None:
+        """Kills every rank."""
+        for process, connection in self.workers:
+            process.kill()
+            connection.close()
+        for process, _ in self.workers:
+            process.join(10)
+        self.workers = []
+
+
+def _serve(connection: Connection) -> None:
+    """Main loop of a rank."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    from flagscale.platforms import get_platform
+
+    torch.set_num_threads(1)
+    get_platform("cpu").install()
+    connection.send("ready")
+    while True:
+        try:
+            rank, size, store, fn, args = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+        try:
+            dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+            value = fn(*args)
+            dist.barrier()
+            dist.destroy_process_group()
+            connection.send((True, value))
+        except BaseException:  # noqa: BLE001 - whatever a case raises belongs to the test
+            connection.send((False, traceback.format_exc()))
+
+
+_POOL = _Pool()
+atexit.register(_POOL.end)
