@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def key(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    path: bool = False,
+) -> Any:
     """A configuration field.
 
     Args:
@@ -20,8 +28,9 @@ def key(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, ...] 
         unit: of the value, empty for pure numbers and switches.
         choices: the values allowed, empty for any.
         minimum: the smallest number allowed.
+        path: the value names a file or folder; a relative one is made absolute when it is loaded (`paths.py`).
     """
-    metadata = {"meaning": meaning, "unit": unit, "choices": choices, "minimum": minimum}
+    metadata = {"meaning": meaning, "unit": unit, "choices": choices, "minimum": minimum, "path": path}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, list | dict):
@@ -43,7 +52,7 @@ class TaskConfig:
 
     type: str = key("train", "kind of task", choices=("train",))
     backend: str = key("megatron", "training engine", choices=("megatron",))
-    entrypoint: str = key("./flagscale/train/megatron/train_qwen35.py", "script that torchrun starts on every rank")
+    entrypoint: str = key("./flagscale/train/megatron/train_qwen35.py", "script that torchrun starts on every rank", path=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +73,7 @@ class ExperimentConfig:
     """One run: its name, its folder, and how it is launched."""
 
     exp_name: str = key("qwen35_mimo", "name of the run in logs and trackers")
-    exp_dir: str = key("./outputs/qwen35_mimo", "folder that receives everything the run writes")
+    exp_dir: str = key("./outputs/qwen35_mimo", "folder that receives everything the run writes", path=True)
     task: TaskConfig = section(TaskConfig)
     runner: RunnerConfig = section(RunnerConfig)
     envs: dict[str, Any] = key({}, "environment variables of the launched processes; null unsets one")
@@ -165,7 +174,7 @@ class ModelConfig:
     tensor_model_parallel_size: int = key(1, "tensor parallel ranks of the language model", minimum=1)
     pipeline_model_parallel_size: int = key(1, "pipeline stages of the language model", minimum=1)
     sequence_parallel: bool = key(False, "split activations along the sequence over the language model's tensor parallel ranks")
-    vision_tensor_model_parallel_size: int = key(1, "tensor parallel ranks of the vision encoder")
+    vision_tensor_model_parallel_size: int = key(1, "tensor parallel ranks of the vision encoder", minimum=1)
     vision_balance: str = key("world", "how far an image may travel from its language replica to even the encoder load", choices=("none", "replica", "node", "world"))
     vision_recompute: bool = key(False, "recompute vision activations in the backward pass instead of keeping them")
     # --- batch
@@ -189,15 +198,16 @@ class TokenizerConfig:
     """Text to token ids."""
 
     type: str = key("builtin", "builtin: the demo's character tokenizer; hf: a Hugging Face tokenizer folder", choices=("builtin", "hf"))
-    path: str | None = key(None, "folder of a Hugging Face tokenizer, for type hf")
+    path: str | None = key(None, "folder of a Hugging Face tokenizer, for type hf", path=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Where samples come from and how they become tensors."""
 
-    train_path: str = key(REQUIRED, "JSONL file of training samples")
-    valid_path: str | None = key(None, "JSONL file of held-out samples; null: no validation")
+    train_path: str = key(REQUIRED, "JSONL file of training samples", path=True)
+    valid_path: str | None = key(None, "JSONL file of held-out samples; null: no validation", path=True)
+    cache_path: str | None = key(None, "folder of sample indexes; null: .flagscale beside each data file", path=True)
     min_pixels: int = key(65536, "smallest image area after resizing", unit="pixels", minimum=1)
     max_pixels: int = key(16777216, "largest image area after resizing", unit="pixels", minimum=1)
     prefetch: int = key(2, "macro batches kept ready by a background worker; 0 reads in the training loop", minimum=0)
@@ -212,4 +222,4 @@ class Config:
     system: SystemConfig = section(SystemConfig)
     model: ModelConfig = dataclasses.field()
     data: DataConfig = dataclasses.field()
-    action: str = key("run", "what run.py does", choices=("run", "dryrun", "test", "stop", "query"))
+    action: str = key("run", "what run.py does", choices=("run", "dryrun", "test", "stop", "query", "explain"))

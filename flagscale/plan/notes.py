@@ -1,0 +1,82 @@
+"""Keys that are set but have no effect in the chosen layout, and derived numbers that may surprise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from flagscale.config.loading import Loaded
+from flagscale.plan.plan import ExperimentPlan
+
+Note = Callable[[Loaded, ExperimentPlan], Iterator[str]]
+VISION_LAYOUT_KEYS = ("vision_tensor_model_parallel_size", "vision_micro_batch_size", "vision_balance")
+
+
+def unified_ignores_vision_layout(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """Without a layout of its own the vision encoder follows the language model's."""
+    keys = [key for key in VISION_LAYOUT_KEYS if loaded.is_set(f"model.{key}")]
+    if plan.layout == "unified" and keys:
+        have = "have" if len(keys) > 1 else "has"
+        yield f"model.use_mimo=false: {', '.join(keys)} {have} no effect, the vision encoder follows the language grid"
+
+
+def sequence_parallel_needs_tp(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """Sequence parallelism works among tensor parallel ranks."""
+    if plan.config.model.sequence_parallel and plan.language.tp == 1:
+        yield "model.sequence_parallel=true: no effect with tensor_model_parallel_size 1"
+
+
+def mtp_weight_needs_mtp(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """The weight of a loss that does not exist."""
+    if plan.config.model.mtp_num_layers == 0 and loaded.is_set("model.mtp_loss_scaling_factor"):
+        yield "model.mtp_loss_scaling_factor: no effect with mtp_num_layers 0"
+
+
+def frozen_parts_ignore_their_lr(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """A frozen part has no learning rate; a frozen encoder has nothing to recompute for."""
+    model = plan.config.model
+    for frozen, key in (
+        ("freeze_vision", "model.optimizer.vision_lr_mult"),
+        ("freeze_merger", "model.optimizer.merger_lr_mult"),
+        ("freeze_vision", "model.vision_recompute"),
+    ):
+        if getattr(model, frozen) and loaded.is_set(key):
+            yield f"{key}: no effect with {frozen} true"
+
+
+def builtin_tokenizer_ignores_path(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """The built-in tokenizer needs no folder."""
+    tokenizer = plan.config.data.tokenizer
+    if tokenizer.type == "builtin" and tokenizer.path is not None:
+        yield "data.tokenizer.path: no effect with tokenizer.type builtin"
+
+
+def validation_off(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """Validation keys without validation."""
+    if plan.config.model.eval_interval is None and loaded.is_set("model.eval_iters"):
+        yield "model.eval_iters: no effect with eval_interval null"
+
+
+def factor_exceeds_step(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """A macro batch never reaches beyond its step."""
+    batch = plan.batch
+    if batch.vit_batch_factor > batch.num_microbatches:
+        yield (
+            f"vit_batch_factor {batch.vit_batch_factor} exceeds the {batch.num_microbatches} microbatches of a step: one "
+            f"vision forward serves {batch.num_microbatches}"
+        )
+
+
+NOTES: tuple[Note, ...] = (
+    unified_ignores_vision_layout,
+    sequence_parallel_needs_tp,
+    mtp_weight_needs_mtp,
+    frozen_parts_ignore_their_lr,
+    builtin_tokenizer_ignores_path,
+    validation_off,
+    factor_exceeds_step,
+)
+
+
+def notes(loaded: Loaded, plan: ExperimentPlan) -> list[str]:
+    """Everything to tell the user once, beside the plan."""
+    return loaded.notes + [text for note in NOTES for text in note(loaded, plan)]

@@ -1,0 +1,113 @@
+"""The command line: compose -> check -> plan -> dispatch.
+
+    python run.py [--config-name NAME] [--config-path FOLDER] [section.key=value ...]
+
+Exit code: the job's; 2 for a mistake of the user, which is one message on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flagscale.config.errors import UserError, UserErrors
+
+if TYPE_CHECKING:
+    from flagscale.config.loading import Loaded
+
+DESCRIPTION = """\
+Train a vision-language model whose vision encoder and language model share ranks but not a layout.
+
+  action=run      start the job (default)      action=stop     end a detached job
+  action=dryrun   show and write the plan      action=query    state of a job
+  action=test     a few iterations, thrown away
+  action=explain key=model.seq_length          meaning of a key, and where it is set
+
+Any key can be set as section.key=value, a group of alternatives as group=choice (such as model=qwen35_tiny).
+Relative paths start at the working folder here, and in YAML files at the project folder of the file."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    try:
+        return _main(sys.argv[1:] if argv is None else list(argv))
+    except UserErrors as errors:
+        return _refuse([str(error) for error in errors.errors])
+    except UserError as error:
+        return _refuse([str(error)])
+
+
+def _main(argv: list[str]) -> int:
+    arguments, overrides = _parse(argv)
+    from flagscale.config.loading import load
+
+    key, overrides = _taken(overrides, "key")
+    key = arguments.help_key or key
+    config_path = _config_folder(arguments.config_path)
+    loaded = load(arguments.config_name, config_path, overrides)
+    action = "explain" if arguments.help_key else loaded.config.action
+    if action == "explain":
+        from flagscale.config.explain import explain
+
+        sys.stdout.write(explain(key, loaded))
+        return 0
+    if key is not None:
+        raise UserError(f"command line 'key={key}': is for action=explain, but the action is {action}; leave one out")
+    return _dispatch(loaded, action)
+
+
+def _dispatch(loaded: Loaded, action: str) -> int:
+    from flagscale.plan.build import checked_plan
+    from flagscale.plan.notes import notes
+    from flagscale.plan.report import show_plan
+    from flagscale.plan.save import save_run_files
+    from flagscale.runner.render import torchrun_command
+
+    plan = checked_plan(loaded, torchrun_command)
+    if action in ("run", "dryrun", "test"):
+        show_plan(plan, notes(loaded, plan))
+    if action == "dryrun":
+        save_run_files(plan)
+        return 0
+    from flagscale.runner import dispatch
+
+    return dispatch(plan, action)
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="run.py", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config-name", "-cn", default=None, metavar="NAME", help="YAML file, without .yaml")
+    parser.add_argument("--config-path", "-cp", default=None, metavar="FOLDER", help="folder of your own YAML files")
+    parser.add_argument("--help-key", default=None, metavar="KEY", help="explain a key, as action=explain key=KEY does")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the YAML files")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.config_name is None:
+        if arguments.config_path is not None:
+            from flagscale.config.layers import Composer
+
+            names = Composer(_config_folder(arguments.config_path)).names()
+            raise UserError(f"--config-name is missing; {arguments.config_path} and the shipped folder have: {', '.join(names)}")
+        arguments.config_name = "qwen35_mimo"
+    return arguments, arguments.overrides
+
+
+def _config_folder(given: str | None) -> Path | None:
+    return None if given is None else Path(given).expanduser().absolute()
+
+
+def _taken(overrides: list[str], name: str) -> tuple[str | None, list[str]]:
+    """(value of `name=...` among the overrides, the others)."""
+    values = [text.split("=", 1)[1] for text in overrides if text.startswith(f"{name}=")]
+    return (values[-1] if values else None), [text for text in overrides if not text.startswith(f"{name}=")]
+
+
+def _refuse(messages: list[str]) -> int:
+    for message in messages:
+        sys.stderr.write(f"error: {message}\n")
+    sys.stderr.flush()
+    return 2
