@@ -1,0 +1,142 @@
+"""Image files to patches, through transformers' own image processor, and their patch grid from the file header alone.
+
+Legend: P patches of one image, in merge-block order (grid_h/m, grid_w/m, m, m); D = 3 * temporal * patch * patch values
+of a patch (channel, temporal, row, column).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from flagscale.data.records import SampleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy as np
+
+    from flagscale.config.schema import Config
+
+NORMALISATION = 0.5  # mean and standard deviation of every channel in the released models' preprocessor
+_EXIF_ORIENTATION = 0x0112
+_TRANSPOSED = frozenset({5, 6, 7, 8})  # EXIF orientations that exchange width and height
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSettings:
+    """What decides on an image's grid; part of the index's key.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        merge_size: patches a side that make one token.
+        temporal_patch_size: frames in a patch; a still image fills all of them.
+        min_pixels, max_pixels: bounds of the area after resizing.
+    """
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def of(cls, config: Config) -> ImageSettings:
+        """The settings a configuration states."""
+        return cls(
+            patch_size=config.model.vision_patch_size,
+            merge_size=config.model.vision_spatial_merge_size,
+            temporal_patch_size=config.model.vision_temporal_patch_size,
+            min_pixels=config.data.min_pixels,
+            max_pixels=config.data.max_pixels,
+        )
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Patches (grid_h, grid_w) of an image of this size, in pixels.
+
+        Raises:
+            SampleError: when the size is zero or its aspect ratio is over the processor's limit of 200.
+        """
+        if min(width, height) < 1:
+            raise SampleError(f"has an image of {width}x{height} pixels; remove it")
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        try:
+            resized_h, resized_w = smart_resize(
+                height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
+            )
+        except ValueError:
+            raise SampleError(
+                f"has an image of {width}x{height} pixels, whose aspect ratio is over 200; crop or remove it"
+            ) from None
+        return resized_h // self.patch_size, resized_w // self.patch_size
+
+
+class ImageReader:
+    """Opens image files. `decoded` counts the files whose pixels were read."""
+
+    def __init__(self, settings: ImageSettings) -> None:
+        self.settings = settings
+        self.decoded = 0
+        self._processor = _processor(settings)  # here, not in a worker thread: it imports transformers
+
+    def grid(self, path: Path) -> tuple[int, int]:
+        """Patches (grid_h, grid_w) of a file, from its header. Raises SampleError."""
+        with _opened(path) as image:
+            width, height = image.size
+            if _orientation(image) in _TRANSPOSED:
+                width, height = height, width
+        return self.settings.grid(width, height)
+
+    def read(self, path: Path) -> tuple[np.ndarray, tuple[int, int]]:
+        """Patches float32 [P, D] of a file, and its grid (grid_h, grid_w). Raises SampleError."""
+        self.decoded += 1
+        with _opened(path) as image:
+            upright = ImageOps.exif_transpose(image) if _orientation(image) != 1 else image
+            rgb = upright.convert("RGB")
+        self.settings.grid(*rgb.size)
+        output = self._processor(rgb, return_tensors="np")
+        _, grid_h, grid_w = output["image_grid_thw"][0]
+        return output["pixel_values"], (int(grid_h), int(grid_w))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    """An image file opened by its header; a failure in the `with` block becomes a SampleError that names the file."""
+    try:
+        with Image.open(path) as image:
+            yield image
+    except FileNotFoundError:
+        raise SampleError(f"names the image {path}, which does not exist; correct the name") from None
+    except UnidentifiedImageError:
+        raise SampleError(f"names {path}, which is not a readable image; replace or remove it") from None
+    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+        raise SampleError(f"has the image {path}, which is damaged ({error}); replace or remove it") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation, 1 when upright. A PNG's counts only before the pixels: to look behind them is to decode all."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+
+
+@functools.cache
+def _processor(settings: ImageSettings) -> Any:
+    """The library's processor; its PIL form, which needs no torchvision and resizes as the released models' do."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        size={"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
+        patch_size=settings.patch_size,
+        temporal_patch_size=settings.temporal_patch_size,
+        merge_size=settings.merge_size,
+        image_mean=[NORMALISATION] * 3,
+        image_std=[NORMALISATION] * 3,
+    )
+

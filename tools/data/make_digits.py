@@ -1,0 +1,206 @@
+"""Write the demo data set: scanned digits as PNG files of many sizes, and questions about them.
+
+    python -m tools.data.make_digits data/digits
+
+The scans are scikit-learn's `load_digits` (1797 real 8x8 scans, UCI Optical Recognition of Handwritten Digits). Each
+becomes PNG files of 64 to 160 pixels a side. A scan is in `train.jsonl` or in `valid.jsonl`, never in both. Samples
+have no image, 1, 2 or 3; they are written in ShareGPT form, every fourth in OpenAI form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
+SMALLEST_SIDE, LARGEST_SIDE = 64, 160  # pixels
+HELD_OUT = 297  # scans, of 1797
+RENDERINGS = 2  # files of a training scan; a held-out one has a single file
+MAX_IMAGE_TOKENS = 54  # of a sample, at 32 x 32 pixels a token: keeps every sample under 128 tokens
+NUM_TRAIN = 6000
+SHARES = ((1, 0.55), (2, 0.2), (3, 0.1), (0, 0.15))  # images of a training sample, and how often
+NUM_VALID = {1: 240, 2: 40, 3: 20, 0: 20}
+ONE = ("Which digit is this?", "What digit do you see?", "Read the digit.")
+SEVERAL = ("Which digits are these, left to right?", "Read the digits.")
+STAMP = "stamp.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A file of a scan: its name relative to the data set, its digit, and the tokens it takes."""
+
+    name: str
+    digit: int
+    num_tokens: int
+
+
+def render(scan: np.ndarray, rng: np.random.Generator) -> Image.Image:
+    """A scan (8x8, 0..16) as a grey picture of random size, with the digit somewhere on an uneven background."""
+    sides = np.exp(rng.uniform(np.log(SMALLEST_SIDE), np.log(LARGEST_SIDE), size=2))
+    height, width = (int(side) for side in np.clip(np.rint(sides), SMALLEST_SIDE, LARGEST_SIDE))
+    room = min(height, width)
+    digit_h, digit_w = (int(room * share) for share in rng.uniform(0.8, 1.0, size=2))
+    ink = Image.fromarray((scan * (255 / 16)).astype(np.uint8)).resize((digit_w, digit_h), Image.Resampling.BICUBIC)
+    top, left = int(rng.integers(0, height - digit_h + 1)), int(rng.integers(0, width - digit_w + 1))
+    background = rng.uniform(0, 50)
+    canvas = background + rng.normal(0, 5, size=(height, width))
+    strength = np.asarray(ink, dtype=np.float64) / 255
+    patch = canvas[top : top + digit_h, left : left + digit_w]
+    patch += strength * (rng.uniform(190, 255) - background)
+    return Image.fromarray(np.clip(canvas, 0, 255).astype(np.uint8)).convert("RGB")
+
+
+def write_pictures(folder: Path, split: str, scans: np.ndarray, digits: np.ndarray, seed: int) -> list[Picture]:
+    """Render every scan and write the files to `folder/images/split`."""
+    target = folder / "images" / split
+    target.mkdir(parents=True)
+    pictures = []
+    for number, (scan, digit) in enumerate(zip(scans, digits, strict=True)):
+        for rendering in range(RENDERINGS if split == "train" else 1):
+            rng = np.random.default_rng((seed, number, rendering, split == "train"))
+            image = render(scan, rng)
+            name = f"images/{split}/{number:04d}-{rendering}.png"
+            image.save(folder / name, compress_level=1)
+            tokens = round(image.width / 32) * round(image.height / 32)
+            pictures.append(Picture(name, int(digit), tokens))
+    return pictures
+
+
+def text_sample(rng: random.Random) -> tuple[str, str]:
+    """A question about digits that needs no picture, and its answer."""
+    digit = rng.randrange(10)
+    if rng.random() < 0.5:
+        return f"What comes after {digit}?", str(digit + 1)
+    return f"What comes before {digit + 1}?", str(digit)
+
+
+def picture_sample(pictures: list[Picture], rng: random.Random) -> tuple[str, str]:
+    """A question about these pictures, their marks before or after it, and its answer."""
+    marks = "<image>" * len(pictures)
+    question = rng.choice(ONE if len(pictures) == 1 else SEVERAL)
+    text = f"{question}{marks}" if rng.random() < 0.25 else f"{marks}{question}"
+    return text, " ".join(str(picture.digit) for picture in pictures)
+
+
+class PictureDealer:
+    """Hands out pictures so that all are used equally often."""
+
+    def __init__(self, pictures: list[Picture], rng: random.Random) -> None:
+        self._pictures, self._rng = pictures, rng
+        self._left: list[Picture] = []
+
+    def take(self, count: int) -> list[Picture]:
+        """The next `count` pictures that together take at most `MAX_IMAGE_TOKENS` tokens."""
+        while len(self._left) < count + len(self._pictures) // 4:
+            fresh = list(self._pictures)
+            self._rng.shuffle(fresh)
+            self._left = fresh + self._left
+        taken: list[Picture] = []
+        budget = MAX_IMAGE_TOKENS
+        position = len(self._left) - 1
+        while len(taken) < count:
+            if self._left[position].num_tokens <= budget - 4 * (count - len(taken) - 1):
+                taken.append(self._left.pop(position))
+                budget -= taken[-1].num_tokens
+            position -= 1
+        return taken
+
+
+def as_line(number: int, split: str, text: str, answer: str, pictures: list[Picture]) -> str:
+    """A sample as JSON: ShareGPT form, every fourth in OpenAI form."""
+    names = [picture.name for picture in pictures]
+    sample_id = f"{split}-{number:05d}"
+    if number % 4 != 3:
+        turns = [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]
+        return json.dumps({"id": sample_id, "conversations": turns, "images": names})
+    parts: list[dict[str, str]] = []
+    remaining = iter(names)
+    for i, chunk in enumerate(text.split("<image>")):
+        if i:
+            parts.append({"type": "image", "image": next(remaining)})
+        if chunk:
+            parts.append({"type": "text", "text": chunk})
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    return json.dumps({"id": sample_id, "messages": messages})
+
+
+def write_samples(folder: Path, split: str, counts: list[int], pictures: list[Picture], seed: int) -> None:
+    """Write `split.jsonl`; `counts[i]` is the number of images of sample i."""
+    rng = random.Random(f"{seed}-{split}")
+    dealer = PictureDealer(pictures, rng)
+    lines = []
+    for number, count in enumerate(counts):
+        taken = dealer.take(count)
+        text, answer = picture_sample(taken, rng) if taken else text_sample(rng)
+        lines.append(as_line(number, split, text, answer, taken))
+    (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def make(folder: Path, seed: int, num_train: int) -> bool:
+    """Write the data set to `folder` unless the same one is there. True when it was written.
+
+    The folder appears whole or not at all: everything is written beside it and then moved.
+    """
+    stamp = {"seed": seed, "num_train": num_train, "tool": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}
+    if _is_current(folder, stamp):
+        return False
+    building = folder.with_name(f".{folder.name}.building")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    scans, digits = load_digits(return_X_y=True)
+    scans = scans.reshape(-1, 8, 8)
+    order = np.random.default_rng(seed).permutation(len(scans))
+    held_out, trained = order[:HELD_OUT], order[HELD_OUT:]
+    rng = random.Random(seed)
+    train_counts = rng.choices([n for n, _ in SHARES], [share for _, share in SHARES], k=num_train)
+    valid_counts = [count for count, repeats in NUM_VALID.items() for _ in range(repeats)]
+    for split, chosen, counts in (("train", trained, train_counts), ("valid", held_out, valid_counts)):
+        pictures = write_pictures(building, split, scans[chosen], digits[chosen], seed)
+        write_samples(building, split, counts, pictures, seed)
+    (building / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+    return True
+
+
+def _is_current(folder: Path, stamp: dict[str, object]) -> bool:
+    """Whether the folder holds the data set of this stamp. A folder that holds anything else is refused."""
+    if not folder.exists():
+        return False
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / STAMP).is_file()):
+        raise ValueError(f"{folder} exists and was not written by this tool; name an empty or new folder")
+    try:
+        return bool(json.loads((folder / STAMP).read_text(encoding="utf-8")) == stamp)
+    except (OSError, json.JSONDecodeError):
+        return False
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Write the demo data set of scanned digits.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("data/digits"), help="default: data/digits")
+    parser.add_argument("--seed", type=int, default=1, help="decides on split, sizes and questions (default: 1)")
+    parser.add_argument("--num-train", type=int, default=NUM_TRAIN, help=f"training samples (default: {NUM_TRAIN})")
+    options = parser.parse_args(arguments)
+    if options.num_train < 1:
+        parser.error(f"--num-train {options.num_train}: at least 1 sample is needed")
+    try:
+        written = make(options.folder.absolute(), options.seed, options.num_train)
+    except (ValueError, OSError) as error:
+        print(f"make_digits: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.folder}: {'written' if written else 'is up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
