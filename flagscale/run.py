@@ -91,7 +91,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             from flagscale.config.layers import Composer
 
             names = Composer(_config_folder(arguments.config_path)).names()
-            raise UserError(f"--config-name is missing; {arguments.config_path} and the shipped folder have: {', '.join(names)}")
+            raise UserError(
+                f"--config-name is missing; {arguments.config_path} and the shipped folder have: {', '.join(names)}"
+            )
         arguments.config_name = "qwen35_mimo"
     return arguments, arguments.overrides
 

@@ -8,13 +8,11 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from flagscale.config.errors import ConfigError, UserError, raise_all
 from flagscale.config.fields import FieldInfo, all_fields, nearest, nested
 from flagscale.config.schema import Config
-
-T = TypeVar("T")
 
 
 def build_config(tree: Mapping[str, Any]) -> Config:
@@ -30,9 +28,10 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     return config
 
 
-def _build(cls: type[T], tree: Mapping[str, Any], prefix: str, errors: list[UserError]) -> T:
+def _build[T](cls: type[T], tree: Mapping[str, Any], prefix: str, errors: list[UserError]) -> T:
     """One section. A key with a mistake gets None here, and the mistake goes to `errors`, which the caller raises."""
-    sections, values = nested(cls), {}
+    sections = nested(cls)
+    values: dict[str, Any] = {}
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in tree:
         if name not in names:

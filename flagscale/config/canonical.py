@@ -60,7 +60,9 @@ def settings_of(tree: Mapping[str, Any], source: str) -> dict[str, Setting]:
 def unknown_key(path: tuple[str, ...], value: Any, source: str) -> ConfigError:
     """The error for a name that is no key, with the names most like it."""
     if is_section(path):
-        return ConfigError(".".join(path), value, "is a section of keys, no key itself", "write its keys below it", source)
+        return ConfigError(
+            ".".join(path), value, "is a section of keys, no key itself", "write its keys below it", source
+        )
     close = nearest(path)
     remedy = f"nearest known keys: {', '.join(close)}" if close else "`run.py --help` says where all keys are listed"
     return ConfigError(".".join(path), value, "is no known key", remedy, source)
@@ -68,7 +70,9 @@ def unknown_key(path: tuple[str, ...], value: Any, source: str) -> ConfigError:
 
 def given_twice(first: Setting, second: Setting) -> ConfigError:
     """The error for one key with two values, naming both places."""
-    places = f"{first.written} = {first.value!r} ({first.source}) and {second.written} = {second.value!r} ({second.source})"
+    places = (
+        f"{first.written} = {first.value!r} ({first.source}) and {second.written} = {second.value!r} ({second.source})"
+    )
     return ConfigError(first.home, second.value, f"is given twice: {places}", "keep one of them")
 
 

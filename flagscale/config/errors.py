@@ -7,7 +7,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in YAML, command line, hostfile, data or checkpoint; the message names place, value, rule and remedy."""
+    """A mistake in YAML, command line, hostfile, data or checkpoint; the message names place, value, rule, remedy."""
 
 
 class ConfigError(UserError):

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hydra import version
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -72,7 +71,11 @@ class Composer:
 
     def is_group(self, name: str) -> bool:
         """Whether `name` is a folder of alternatives, such as `model`."""
-        return self.repository.group_exists(name)
+        return bool(self.repository.group_exists(name))
+
+    def groups(self) -> list[str]:
+        """Names of all groups of alternatives."""
+        return sorted({path.name for place in self.folders for path in place.iterdir() if path.is_dir()})
 
     def names(self) -> list[str]:
         """Configurations that --config-name can choose, the user's own first."""
@@ -106,7 +109,9 @@ class Composer:
         try:
             entries = create_defaults_list(self.repository, name, list(groups), prepend_hydra=False, skip_missing=False)
         except RecursionError as error:
-            raise UserError(f"{name}.yaml: its defaults list leads back to itself; rename the file or the entry") from error
+            raise UserError(
+                f"{name}.yaml: its defaults list leads back to itself; rename the file or the entry"
+            ) from error
         except yaml.YAMLError as error:
             raise UserError(self._syntax_message(error, name)) from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -119,10 +124,12 @@ class Composer:
                 continue
             tree = OmegaConf.to_container(loaded.config, resolve=False)
             if not isinstance(tree, dict):
-                raise UserError(f"{self._path(entry.config_path)}: must hold keys and values, not {type(tree).__name__}")
+                raise UserError(
+                    f"{self._path(entry.config_path)}: must hold keys and values, not {type(tree).__name__}"
+                )
             for part in reversed([part for part in (entry.package or "").split(".") if part not in ("", "_global_")]):
                 tree = {part: tree}
-            layers.append(Layer(path=self._path(entry.config_path), tree=tree))
+            layers.append(Layer(path=self._path(entry.config_path), tree=tree))  # type: ignore[arg-type]
         return layers
 
     def _load(self, name: str) -> Any:
@@ -173,11 +180,6 @@ def parse_overrides(lines: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def group_options(composer: Composer, group: str) -> list[str]:
-    """The alternatives in a group."""
-    return composer.repository.get_group_options(group, ObjectType.CONFIG)
-
-
 def _plain(message: str) -> str:
-    """A message of several lines on one line."""
-    return re.sub(r"\s*\n\s*", " ", message.strip()).replace("\t", " ")
+    """A message of Hydra on one line, without the search path at its end."""
+    return re.sub(r"\s*\n\s*", " ", message.partition("Config search path:")[0].strip()).replace("\t", " ")

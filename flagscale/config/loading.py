@@ -122,7 +122,9 @@ def _put(tree: dict[str, Any], home: str, value: Any) -> None:
     tree[name] = value
 
 
-def _make_paths_absolute(tree: dict[str, Any], history: dict[str, list[Setting]], primary: Path | None, cwd: Path) -> None:
+def _make_paths_absolute(
+    tree: dict[str, Any], history: dict[str, list[Setting]], primary: Path | None, cwd: Path
+) -> None:
     for info in all_fields().values():
         if not info.path:
             continue

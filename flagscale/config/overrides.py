@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 
 from flagscale.config.canonical import COMMAND_LINE, DELETED, Setting, given_twice, settings_of, unknown_key
 from flagscale.config.errors import UserError, raise_all
-from flagscale.config.fields import all_fields, find_home
+from flagscale.config.fields import all_fields, find_home, is_section, nearest
 from flagscale.config.layers import Composer
 
 Settings = Callable[[dict[str, list[Setting]]], list[Setting]]
@@ -23,7 +23,7 @@ def split_overrides(composer: Composer, overrides: Sequence[Override]) -> tuple[
     """(overrides that choose groups, a function from the files' settings to the settings of the other overrides)."""
     groups = [override for override in overrides if _chooses_group(composer, override)]
     keys = [override for override in overrides if not _chooses_group(composer, override)]
-    return groups, lambda history: _settings(keys, history)
+    return groups, lambda history: _settings(keys, history, composer.groups())
 
 
 def _chooses_group(composer: Composer, override: Override) -> bool:
@@ -32,7 +32,7 @@ def _chooses_group(composer: Composer, override: Override) -> bool:
     return not isinstance(override.value(), dict) and composer.is_group(override.key_or_group)
 
 
-def _settings(overrides: Sequence[Override], history: dict[str, list[Setting]]) -> list[Setting]:
+def _settings(overrides: Sequence[Override], history: dict[str, list[Setting]], groups: Sequence[str]) -> list[Setting]:
     """Settings of the command line, in its order.
 
     Raises:
@@ -41,6 +41,9 @@ def _settings(overrides: Sequence[Override], history: dict[str, list[Setting]]) 
     found: dict[str, Setting] = {}
     errors: list[UserError] = []
     for override in overrides:
+        if "." not in override.key_or_group and not is_known(override.key_or_group):
+            errors.append(_unknown_alone(override, groups))
+            continue
         for setting in _of_override(override, errors):
             other = found.setdefault(setting.home, setting)
             if other.value != setting.value:
@@ -50,6 +53,21 @@ def _settings(overrides: Sequence[Override], history: dict[str, list[Setting]]) 
                 errors.append(given_twice(files[-1], setting))
     raise_all(errors)
     return list(found.values())
+
+
+def is_known(name: str) -> bool:
+    """Whether a name without dots is a section or a key of its own, such as `action`."""
+    return is_section((name,)) or find_home((name,)) is not None
+
+
+def _unknown_alone(override: Override, groups: Sequence[str]) -> UserError:
+    """The error for `name=value` where `name` is neither group nor section: perhaps a group, perhaps a bare key."""
+    name = override.key_or_group
+    keys = nearest((name,))
+    hint = f"nearest known keys: {', '.join(keys)}; " if keys else ""
+    return UserError(
+        f"command line {override.input_line!r}: {name} is no group and no key; {hint}groups: {', '.join(groups)}"
+    )
 
 
 def _of_override(override: Override, errors: list[UserError]) -> list[Setting]:

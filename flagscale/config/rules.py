@@ -20,7 +20,10 @@ def query_groups_divide_heads(config: Config) -> Iterator[ConfigError]:
     heads, groups = config.model.num_attention_heads, config.model.num_query_groups
     if heads % groups:
         yield ConfigError(
-            "model.num_query_groups", groups, f"must divide num_attention_heads {heads}", _divisors_remedy(heads, groups)
+            "model.num_query_groups",
+            groups,
+            f"must divide num_attention_heads {heads}",
+            _divisors_remedy(heads, groups),
         )
 
 
@@ -104,7 +107,10 @@ def position_table_is_square(config: Config) -> Iterator[ConfigError]:
     side = math.isqrt(rows)
     if side * side != rows:
         yield ConfigError(
-            "model.vision_num_position_embeddings", rows, "must be a square number", f"use {side**2} or {(side + 1) ** 2}"
+            "model.vision_num_position_embeddings",
+            rows,
+            "must be a square number",
+            f"use {side**2} or {(side + 1) ** 2}",
         )
 
 
@@ -116,7 +122,8 @@ def one_mtp_layer(config: Config) -> Iterator[ConfigError]:
 
 def token_ids_are_in_the_vocabulary(config: Config) -> Iterator[ConfigError]:
     """Special tokens have rows of their own in the embedding table."""
-    model, seen = config.model, {}
+    model = config.model
+    seen: dict[int, str] = {}
     for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         value = getattr(model, name)
         if value >= model.vocab_size:
@@ -124,7 +131,9 @@ def token_ids_are_in_the_vocabulary(config: Config) -> Iterator[ConfigError]:
                 f"model.{name}", value, f"must be below vocab_size {model.vocab_size}", "take the id from the tokenizer"
             )
         elif value in seen:
-            yield ConfigError(f"model.{name}", value, f"is also {seen[value]}", "give each special token an id of its own")
+            yield ConfigError(
+                f"model.{name}", value, f"is also {seen[value]}", "give each special token an id of its own"
+            )
         seen.setdefault(value, name)
 
 
@@ -195,7 +204,10 @@ def something_is_trained(config: Config) -> Iterator[ConfigError]:
     model = config.model
     if model.freeze_vision and model.freeze_merger and model.freeze_language:
         yield ConfigError(
-            "model.freeze_language", True, "leaves nothing to train, freeze_vision and freeze_merger are set too", "free one"
+            "model.freeze_language",
+            True,
+            "leaves nothing to train, freeze_vision and freeze_merger are set too",
+            "free one",
         )
 
 
@@ -214,7 +226,9 @@ def tokenizer_folder_is_given(config: Config) -> Iterator[ConfigError]:
     """A Hugging Face tokenizer comes from a folder."""
     tokenizer = config.data.tokenizer
     if tokenizer.type == "hf" and tokenizer.path is None:
-        yield ConfigError("data.tokenizer.path", None, "must be set for tokenizer.type hf", "give the tokenizer's folder")
+        yield ConfigError(
+            "data.tokenizer.path", None, "must be set for tokenizer.type hf", "give the tokenizer's folder"
+        )
     if tokenizer.type == "hf" and tokenizer.path is not None and not Path(tokenizer.path).is_dir():
         yield ConfigError("data.tokenizer.path", tokenizer.path, "is no folder", "give the folder of a saved tokenizer")
 
@@ -224,8 +238,14 @@ def files_exist(config: Config) -> Iterator[ConfigError]:
     data = config.data
     files = {
         "experiment.task.entrypoint": (config.experiment.task.entrypoint, "name the script that trains"),
-        "data.train_path": (data.train_path, "correct the path; `python tools/data/make_digits.py` writes the demo's data"),
-        "data.valid_path": (data.valid_path, "correct the path; `python tools/data/make_digits.py` writes the demo's data"),
+        "data.train_path": (
+            data.train_path,
+            "correct the path; `python tools/data/make_digits.py` writes the demo's data",
+        ),
+        "data.valid_path": (
+            data.valid_path,
+            "correct the path; `python tools/data/make_digits.py` writes the demo's data",
+        ),
     }
     for home, (path, remedy) in files.items():
         if path is not None and not Path(path).is_file():
@@ -239,7 +259,9 @@ def exp_dir_can_be_a_folder(config: Config) -> Iterator[ConfigError]:
     for place in (exp_dir, *exp_dir.parents):
         if place.exists():
             if not place.is_dir():
-                yield ConfigError("experiment.exp_dir", str(exp_dir), f"{place} is a file, not a folder", "choose another")
+                yield ConfigError(
+                    "experiment.exp_dir", str(exp_dir), f"{place} is a file, not a folder", "choose another"
+                )
             return
 
 
@@ -248,9 +270,11 @@ def local_runner_is_one_machine(config: Config) -> Iterator[ConfigError]:
     runner = config.experiment.runner
     if runner.type == "local" and runner.nnodes != 1:
         yield ConfigError(
-            "experiment.runner.nnodes", runner.nnodes, "must be 1 for runner.type local, which starts this machine only",
+            "experiment.runner.nnodes",
+            runner.nnodes,
+            "must be 1 for runner.type local, which starts processes on this machine only",
             "set nnodes to 1",
-        )  # fmt: skip
+        )
 
 
 def port_is_a_port(config: Config) -> Iterator[ConfigError]:

@@ -4,6 +4,8 @@ The dataclasses below are the whole configuration surface. They are frozen and h
 them from YAML, `rules.py` checks them, `flagscale.plan` derives from them. Key names follow Megatron-LM and FlagScale.
 """
 
+# ruff: noqa: RUF009 - `key` and `section` return `dataclasses.field`, which is meant to be called in a class body.
+
 from __future__ import annotations
 
 import dataclasses
@@ -52,7 +54,9 @@ class TaskConfig:
 
     type: str = key("train", "kind of task", choices=("train",))
     backend: str = key("megatron", "training engine", choices=("megatron",))
-    entrypoint: str = key("./flagscale/train/megatron/train_qwen35.py", "script that torchrun starts on every rank", path=True)
+    entrypoint: str = key(
+        "./flagscale/train/megatron/train_qwen35.py", "script that torchrun starts on every rank", path=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +87,9 @@ class ExperimentConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save_interval: int | None = key(None, "iterations between checkpoints; null saves at the end only", unit="iterations", minimum=1)
+    save_interval: int | None = key(
+        None, "iterations between checkpoints; null saves at the end only", unit="iterations", minimum=1
+    )
     keep: int = key(2, "newest checkpoints kept; older ones are removed", minimum=1)
 
 
@@ -116,7 +122,9 @@ class OptimizerConfig:
     min_lr: float = key(0.0, "learning rate at the end of the decay", minimum=0)
     lr_warmup_iters: int = key(0, "length of the linear warm-up", unit="iterations", minimum=0)
     lr_decay_style: str = key("cosine", "shape of the decay", choices=("cosine", "linear", "constant"))
-    weight_decay: float = key(0.01, "AdamW weight decay of matrices; biases, norms and other vectors get none", minimum=0)
+    weight_decay: float = key(
+        0.01, "AdamW weight decay of matrices; biases, norms and other vectors get none", minimum=0
+    )
     adam_beta1: float = key(0.9, "AdamW first-moment decay", minimum=0)
     adam_beta2: float = key(0.95, "AdamW second-moment decay", minimum=0)
     adam_eps: float = key(1e-8, "AdamW denominator offset", minimum=0)
@@ -170,21 +178,33 @@ class ModelConfig:
     vision_start_token_id: int = key(248053, "token before an image", minimum=0)
     vision_end_token_id: int = key(248054, "token after an image", minimum=0)
     # --- layout
-    use_mimo: bool = key(True, "give the vision encoder a layout of its own (colocated); false: one layout for both (unified)")
+    use_mimo: bool = key(
+        True, "give the vision encoder a layout of its own (colocated); false: one layout for both (unified)"
+    )
     tensor_model_parallel_size: int = key(1, "tensor parallel ranks of the language model", minimum=1)
     pipeline_model_parallel_size: int = key(1, "pipeline stages of the language model", minimum=1)
-    sequence_parallel: bool = key(False, "split activations along the sequence over the language model's tensor parallel ranks")
+    sequence_parallel: bool = key(
+        False, "split activations along the sequence over the language model's tensor parallel ranks"
+    )
     vision_tensor_model_parallel_size: int = key(1, "tensor parallel ranks of the vision encoder", minimum=1)
-    vision_balance: str = key("world", "how far an image may travel from its language replica to even the encoder load", choices=("none", "replica", "node", "world"))
+    vision_balance: str = key(
+        "world",
+        "how far an image may travel from its language replica to even the encoder load",
+        choices=("none", "replica", "node", "world"),
+    )
     vision_recompute: bool = key(False, "recompute vision activations in the backward pass instead of keeping them")
     # --- batch
     micro_batch_size: int = key(1, "samples of a microbatch on each language replica", unit="samples", minimum=1)
     global_batch_size: int = key(1, "samples of an optimizer step", unit="samples", minimum=1)
-    vision_micro_batch_size: int = key(1, "samples whose images a vision replica encodes in one forward", unit="samples", minimum=1)
+    vision_micro_batch_size: int = key(
+        1, "samples whose images a vision replica encodes in one forward", unit="samples", minimum=1
+    )
     seq_length: int = key(2048, "tokens of a sample, padded", unit="tokens", minimum=1)
     # --- training
     train_iters: int = key(1, "optimizer steps of the run", unit="iterations", minimum=1)
-    eval_interval: int | None = key(None, "iterations between validations; null validates never", unit="iterations", minimum=1)
+    eval_interval: int | None = key(
+        None, "iterations between validations; null validates never", unit="iterations", minimum=1
+    )
     eval_iters: int = key(1, "global batches of a validation", minimum=1)
     seed: int = key(1234, "seed of initial weights and of the sample order")
     freeze_vision: bool = key(False, "keep the vision encoder without its merger unchanged")
@@ -197,7 +217,11 @@ class ModelConfig:
 class TokenizerConfig:
     """Text to token ids."""
 
-    type: str = key("builtin", "builtin: the demo's character tokenizer; hf: a Hugging Face tokenizer folder", choices=("builtin", "hf"))
+    type: str = key(
+        "builtin",
+        "builtin: the demo's character tokenizer; hf: a Hugging Face tokenizer folder",
+        choices=("builtin", "hf"),
+    )
     path: str | None = key(None, "folder of a Hugging Face tokenizer, for type hf", path=True)
 
 

@@ -36,9 +36,7 @@ def grids_of(config: Config) -> dict[str, Grid]:
 def vit_batch_ratio(config: Config, modules: dict[str, Grid]) -> Fraction:
     """(vision_dp * vision_micro_batch_size) / (language_dp * micro_batch_size), which the rules want whole."""
     model = config.model
-    return Fraction(
-        modules[VISION].dp * model.vision_micro_batch_size, modules[LANGUAGE].dp * model.micro_batch_size
-    )
+    return Fraction(modules[VISION].dp * model.vision_micro_batch_size, modules[LANGUAGE].dp * model.micro_batch_size)
 
 
 def batch_plan(config: Config, modules: dict[str, Grid]) -> BatchPlan:

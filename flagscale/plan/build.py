@@ -17,9 +17,8 @@ from flagscale.plan.params import parameter_counts
 from flagscale.plan.plan import ExperimentPlan, ModuleCost
 from flagscale.plan.rules import world_errors
 
-
 RenderCommand = Callable[[Config, Path], list[str]]
-"""(configuration, experiment folder) -> the command that starts the processes; the runner has it, which imports plans."""
+"""(configuration, experiment folder) -> the command that starts the processes. The runner has it, and imports plans."""
 
 
 def checked_plan(loaded: Loaded, render_command: RenderCommand | None = None) -> ExperimentPlan:
@@ -62,5 +61,6 @@ def _costs(config: Config) -> dict[str, ModuleCost]:
     }
     factors, counts = training_factors(model), parameter_counts(model)
     return {
-        part: ModuleCost(parameters=counts[part], flops_per_step=factors[part] * flops) for part, flops in forward.items()
+        part: ModuleCost(parameters=counts[part], flops_per_step=factors[part] * flops)
+        for part, flops in forward.items()
     }

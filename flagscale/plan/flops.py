@@ -82,7 +82,7 @@ def _attention(model: ModelConfig, seq: int) -> float:
 
 
 def _gdn(model: ModelConfig) -> float:
-    """A token in the chunked gated delta rule: 5 products inside a chunk (3 over keys, 2 over values), 3 with the state."""
+    """A token in the chunked delta rule: 5 products inside a chunk (3 over keys, 2 over values), 3 with the state."""
     key, value = gdn_widths(model)
     heads, d_key, d_value = model.linear_num_value_heads, model.linear_key_head_dim, model.linear_value_head_dim
     linear = 2 * model.hidden_size * (2 * key + 2 * value + 2 * heads + value)

@@ -33,7 +33,9 @@ def _language_activations(config: Config, language: Grid, batch: BatchPlan) -> i
     """Saved tensors of a token in a layer: 10 of the hidden size, 3 of the MLP and 4 of the heads divided by TP."""
     model, number = config.model, 2 if config.system.bf16 else 4
     tokens = batch.micro_batch_size * model.seq_length
-    heads = max(model.num_attention_heads * model.kv_channels, model.linear_num_value_heads * model.linear_value_head_dim)
+    heads = max(
+        model.num_attention_heads * model.kv_channels, model.linear_num_value_heads * model.linear_value_head_dim
+    )
     replicated = 10 * model.hidden_size // (language.tp if model.sequence_parallel else 1)
     layer = replicated + (3 * model.ffn_hidden_size + 4 * heads) // language.tp
     in_flight = min(language.pp, batch.num_microbatches)
@@ -42,11 +44,13 @@ def _language_activations(config: Config, language: Grid, batch: BatchPlan) -> i
 
 
 def _vision_activations(config: Config, vision: Grid, batch: BatchPlan) -> int:
-    """Saved tensors of the patches of a macro batch, or of one sample's when they are recomputed in the backward pass."""
+    """Saved tensors of the patches of a macro batch, or of one sample's when the backward pass recomputes them."""
     model, number = config.model, 2 if config.system.bf16 else 4
     if model.freeze_vision:
         return 0
     grid_h, grid_w = assumed_grid(config)
     samples = 1 if model.vision_recompute else batch.vision_micro_batch_size
-    layer = 8 * model.vision_hidden_size + (4 * model.vision_hidden_size + 2 * model.vision_ffn_hidden_size) // vision.tp
+    layer = (
+        8 * model.vision_hidden_size + (4 * model.vision_hidden_size + 2 * model.vision_ffn_hidden_size) // vision.tp
+    )
     return number * samples * grid_h * grid_w * layer * model.vision_num_layers

@@ -61,8 +61,8 @@ def factor_exceeds_step(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
     batch = plan.batch
     if batch.vit_batch_factor > batch.num_microbatches:
         yield (
-            f"vit_batch_factor {batch.vit_batch_factor} exceeds the {batch.num_microbatches} microbatches of a step: one "
-            f"vision forward serves {batch.num_microbatches}"
+            f"vit_batch_factor {batch.vit_batch_factor} exceeds the {batch.num_microbatches} microbatches of a step: "
+            f"one vision forward serves {batch.num_microbatches}"
         )
 
 

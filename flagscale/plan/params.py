@@ -30,7 +30,9 @@ def vision_parameters(model: ModelConfig) -> int:
     mlp = (h * ffn + ffn) + (ffn * h + h)
     norms = 2 * 2 * h
     patch_embedding = patch_values(model) * h + h
-    return patch_embedding + model.vision_num_position_embeddings * h + model.vision_num_layers * (attention + mlp + norms)
+    return (
+        patch_embedding + model.vision_num_position_embeddings * h + model.vision_num_layers * (attention + mlp + norms)
+    )
 
 
 def merger_parameters(model: ModelConfig) -> int:
@@ -55,7 +57,7 @@ def gdn_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def gdn_parameters(model: ModelConfig) -> int:
-    """Gated DeltaNet: projections q, k, v, z, beta, alpha, the convolution, A_log, dt_bias, output norm and projection."""
+    """Gated DeltaNet: q, k, v, z, beta, alpha projections, convolution, A_log, dt_bias, output norm and projection."""
     key, value = gdn_widths(model)
     heads = model.linear_num_value_heads
     projections = model.hidden_size * (2 * key + 2 * value + 2 * heads)
@@ -74,7 +76,7 @@ def attention_layers(model: ModelConfig) -> int:
 
 
 def language_parameters(model: ModelConfig) -> int:
-    """Embedding, decoder layers with their two norms, final norm, and the output layer when it has weights of its own."""
+    """Embedding, decoder layers with their two norms, final norm, and the output layer when it is untied."""
     full = attention_layers(model)
     mixers = full * attention_parameters(model) + (model.num_layers - full) * gdn_parameters(model)
     layers = mixers + model.num_layers * (mlp_parameters(model) + 2 * model.hidden_size)

@@ -45,7 +45,7 @@ class ModuleCost:
 
     parameters: int
     flops_per_step: float
-    """Model FLOPs of forward and backward of a global batch; for vision at the number of patches assumed by the plan."""
+    """Model FLOPs of forward and backward of a global batch; for vision at the image size the plan assumes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,9 @@ class ExperimentPlan:
         try:
             return cls.from_tree(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
-            raise UserError(f"plan file {path}: {error.strerror or error}; write it with `run.py action=dryrun`") from error
+            raise UserError(
+                f"plan file {path}: {error.strerror or error}; write it with `run.py action=dryrun`"
+            ) from error
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"plan file {path}: not a plan of this version ({type(error).__name__}: {error}); "

@@ -31,7 +31,7 @@ def architecture_differences(config: Config, previous: Path) -> dict[str, tuple[
     from omegaconf import OmegaConf
 
     try:
-        model = OmegaConf.to_container(OmegaConf.load(previous), resolve=False)["model"]  # type: ignore[call-overload,index]
+        model = OmegaConf.select(OmegaConf.load(previous), "model", throw_on_missing=True)
         there = {name: model[name] for name in ARCHITECTURE if name in model}
     except Exception as error:  # a damaged file can fail in any way of the YAML reader
         raise UserError(

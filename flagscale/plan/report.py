@@ -20,16 +20,18 @@ def show_plan(plan: ExperimentPlan, notes: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    table = Table(title=f"Plan of {plan.config.experiment.exp_name}: {plan.layout}", title_justify="left", show_header=False)
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
+    table = Table(
+        title=f"Plan of {plan.config.experiment.exp_name}: {plan.layout}", title_justify="left", show_header=False
+    )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in plan_rows(plan):
         table.add_row(name, text)
     console.print(table, markup=False)
-    console.print(f"command: {shlex.join(plan.command)}", markup=False)
+    console.print(f"command: {shlex.join(plan.command)}", markup=False, soft_wrap=True)
     for note in notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def plan_rows(plan: ExperimentPlan) -> list[tuple[str, str]]:
@@ -55,8 +57,7 @@ def plan_rows(plan: ExperimentPlan) -> list[tuple[str, str]]:
         ("memory a rank", f"about {_bytes(memory.total)}: weights {_bytes(memory.weights)}, gradients "
                           f"{_bytes(memory.gradients)}, optimizer {_bytes(memory.optimizer)}, activations "
                           f"{_bytes(memory.activations)}"),
-        ("length", f"{model.train_iters} iterations, validation every {model.eval_interval or 'never'}, checkpoint every "
-                   f"{plan.config.system.checkpoint.save_interval or 'end'}"),
+        ("length", _length(plan)),
         ("folder", str(plan.exp_dir)),
         ("files", " ".join(_files(plan))),
     ]  # fmt: skip
@@ -82,7 +83,16 @@ def _cost_rows(plan: ExperimentPlan) -> list[tuple[str, str]]:
 
 def _grid(grid: Grid) -> str:
     degrees = " ".join(f"{axis}{getattr(grid, axis)}" for axis in ("tp", "cp", "dp", "pp"))
-    return f"{degrees}, ranks {grid.offset}..{grid.offset + grid.size - 1}; tp groups {_groups(grid, 'tp')}, dp groups {_groups(grid, 'dp')}"
+    groups = ", ".join(f"{axis} groups {_groups(grid, axis)}" for axis in ("tp", "dp"))
+    return f"{degrees}, ranks {grid.offset}..{grid.offset + grid.size - 1}; {groups}"
+
+
+def _length(plan: ExperimentPlan) -> str:
+    every, saved = plan.config.model.eval_interval, plan.config.system.checkpoint.save_interval
+    return (
+        f"{plan.config.model.train_iters} iterations, {f'validation every {every}' if every else 'no validation'}, "
+        f"checkpoint {f'every {saved} and ' if saved else ''}at the end"
+    )
 
 
 def _groups(grid: Grid, axis: str, most: int = 4) -> str:
@@ -94,12 +104,11 @@ def _groups(grid: Grid, axis: str, most: int = 4) -> str:
 def _factor(plan: ExperimentPlan) -> str:
     batch = plan.batch
     if plan.layout == "unified":
-        why = "one vision forward a microbatch" if plan.language.pp == 1 else "one vision forward a step, before the pipeline"
-        return f"{batch.vit_batch_factor} ({why})"
-    return (
-        f"{batch.vit_batch_factor} = (vision dp {plan.vision.dp} x vision_micro_batch_size {batch.vision_micro_batch_size}) / "
-        f"(language dp {plan.language.dp} x micro_batch_size {batch.micro_batch_size})"
-    )
+        when = "a microbatch" if plan.language.pp == 1 else "a step, before the pipeline"
+        return f"{batch.vit_batch_factor} (unified: one vision forward {when})"
+    vision = f"vision dp {plan.vision.dp} x vision_micro_batch_size {batch.vision_micro_batch_size}"
+    language = f"language dp {plan.language.dp} x micro_batch_size {batch.micro_batch_size}"
+    return f"{batch.vit_batch_factor} = ({vision}) / ({language})"
 
 
 def _counted(sizes: Sequence[int]) -> str:
@@ -109,7 +118,9 @@ def _counted(sizes: Sequence[int]) -> str:
 
 def _files(plan: ExperimentPlan) -> list[str]:
     logging = plan.config.system.logging
-    unwanted = [name for name, wanted in (("tensorboard/", logging.tensorboard), ("wandb/", logging.wandb)) if not wanted]
+    unwanted = [
+        name for name, wanted in (("tensorboard/", logging.tensorboard), ("wandb/", logging.wandb)) if not wanted
+    ]
     return [name for name in FILES if name not in unwanted]
 
 

@@ -54,7 +54,9 @@ def language_tp_divides_the_model(config: Config) -> Iterator[ConfigError]:
     for name in _language_split_names(model):
         size = getattr(model, name)
         if size % tp:
-            fits = [n for n in range(1, size + 1) if all(getattr(model, s) % n == 0 for s in _language_split_names(model))]
+            fits = [
+                n for n in range(1, size + 1) if all(getattr(model, s) % n == 0 for s in _language_split_names(model))
+            ]
             yield ConfigError("model.tensor_model_parallel_size", tp, f"must divide {name} {size}", _use(fits, tp))
     groups = model.num_query_groups
     if groups % tp and tp % groups:
@@ -119,8 +121,8 @@ def images_fit_the_sequence(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             "model.seq_length",
             seq_length,
-            f"is too short for an image of data.max_pixels {config.data.max_pixels}: {tokens} tokens and {CHAT_TOKENS} of "
-            f"text are {tokens + CHAT_TOKENS}",
+            f"is too short for an image of data.max_pixels {config.data.max_pixels}: {tokens} tokens and {CHAT_TOKENS} "
+            f"of text are {tokens + CHAT_TOKENS}",
             remedy,
         )
 
