@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import flagscale
-from flagscale.config.errors import ConfigError
 from flagscale.config.schema import Config
 from flagscale.plan.plan import ExperimentPlan
+from flagscale.plan.save import save_run_files
 from flagscale.runner import control, local, render
 from flagscale.runner.progress import Console
 from flagscale.runner.record import claim
@@ -24,18 +24,18 @@ def dispatch(plan: ExperimentPlan, action: str, cwd: Path | None = None) -> int:
     """Carry out an action and return the exit code of the program.
 
     Args:
-        plan: checked, with the experiment's folder in its configuration.
+        plan: checked; its paths are absolute.
         action: run, test, stop or query.
-        cwd: folder that relative paths start from, and in which the job runs; by default the current one.
+        cwd: folder the job runs in; by default the current one.
 
     Raises:
         UserError: when a job runs in the folder already, or the runner cannot do what is asked.
     """
     workdir = (cwd or Path.cwd()).resolve()
-    exp_dir = (workdir / plan.config.experiment.exp_dir).resolve()
+    exp_dir = plan.exp_dir
     console = Console(sys.stdout)
     if action == "run":
-        return _run(plan, exp_dir, workdir, console)
+        return _run(plan, workdir, console)
     if action == "test":
         return _test(plan, workdir, console)
     if action == "stop":
@@ -45,20 +45,13 @@ def dispatch(plan: ExperimentPlan, action: str, cwd: Path | None = None) -> int:
     raise ValueError(f"action {action!r} is not one of run, test, stop, query")
 
 
-def _run(plan: ExperimentPlan, exp_dir: Path, workdir: Path, console: Console) -> int:
+def _run(plan: ExperimentPlan, workdir: Path, console: Console) -> int:
     """Write the run's files and start the job."""
     runner = plan.config.experiment.runner
-    if runner.nnodes != 1:
-        raise ConfigError(
-            "experiment.runner.nnodes",
-            runner.nnodes,
-            "the local runner starts ranks on 1 machine, this one",
-            "set it to 1",
-        )
-    with claim(exp_dir):
-        script = write_run_files(plan, exp_dir, workdir)
+    with claim(plan.exp_dir):
+        script = write_run_files(plan, workdir)
         job = local.LocalJob(
-            exp_dir=exp_dir,
+            exp_dir=plan.exp_dir,
             command=["bash", str(script)],
             train_iters=plan.config.model.train_iters,
             log_interval=plan.config.system.logging.log_interval,
@@ -67,10 +60,10 @@ def _run(plan: ExperimentPlan, exp_dir: Path, workdir: Path, console: Console) -
         return local.run_detached(job, console) if runner.detach else local.run_foreground(job, console)
 
 
-def write_run_files(plan: ExperimentPlan, exp_dir: Path, workdir: Path) -> Path:
-    """Write `plan.json` and `launch.sh`; the path of the script."""
-    plan.save(exp_dir / "plan.json")
-    script = exp_dir / "launch.sh"
+def write_run_files(plan: ExperimentPlan, workdir: Path) -> Path:
+    """Write the plan, the configuration and `launch.sh`; the path of the script."""
+    save_run_files(plan)
+    script = plan.exp_dir / "launch.sh"
     text = render.launch_script(
         list(plan.command),
         render.environment(plan.config, cores=len(os.sched_getaffinity(0))),
@@ -87,7 +80,7 @@ def _test(plan: ExperimentPlan, workdir: Path, console: Console) -> int:
     folder = Path(tempfile.mkdtemp(prefix="flagscale-test-"))
     config = test_config(plan.config, folder)
     short = replace(plan, config=config, command=tuple(render.torchrun_command(config, folder)))
-    code = _run(short, folder, workdir, console)
+    code = _run(short, workdir, console)
     if code == 0:
         shutil.rmtree(folder)
         console.line(f"test passed: {short.config.model.train_iters} iterations, output thrown away")

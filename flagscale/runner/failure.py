@@ -8,6 +8,7 @@ a time), torchrun's own "Root Cause" (the first exit it saw), and the ranks' log
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ _ENDING_OTHERS = re.compile(r"Sending process \d+ closing signal")
 _SECOND_HAND = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|NCCL.*abort"
 )
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before every line of a traceback
 _LONGEST_LINES = 60
 
 
@@ -57,6 +59,16 @@ def others_are_ended(torchrun_log: str) -> bool:
     return _ENDING_OTHERS.search(torchrun_log) is not None
 
 
+def link_rank_logs(logs: Path, *, since: float) -> None:
+    """Make `rank0.out` and `rank0.err`, names that stay, for what torchrun keeps in a folder a start and rank."""
+    for rank, folder in rank_folders(logs, since=since).items():
+        for name, target in ((f"rank{rank}.out", "stdout.log"), (f"rank{rank}.err", "stderr.log")):
+            link, path = logs / name, os.path.relpath(folder / target, logs)
+            if not link.is_symlink() or os.readlink(link) != path:
+                link.unlink(missing_ok=True)
+                link.symlink_to(path)
+
+
 def rank_folders(logs: Path, *, since: float) -> dict[int, Path]:
     """Rank -> folder with its `stdout.log`, `stderr.log` and perhaps `error.json`, of the newest start.
 
@@ -83,13 +95,14 @@ def first_failure(logs: Path, *, since: float) -> Failure:
     if rank is None:
         return Failure(rank=None, traceback=last_traceback(torchrun_text), log=logs / TORCHRUN_LOG)
     cause = _signal_cause(int(root["code"])) if root is not None and int(root["rank"]) == rank else ""
-    log = ranks[rank] / "stderr.log"
-    return Failure(rank=rank, traceback=last_traceback(_read(log)), log=log, cause=cause)
+    log, link = ranks[rank] / "stderr.log", logs / f"rank{rank}.err"
+    shown = link if link.exists() else log
+    return Failure(rank=rank, traceback=last_traceback(_read(log)), log=shown, cause=cause)
 
 
 def last_traceback(text: str) -> str:
     """The last traceback with what led to it ("During handling ..."), or the last lines when there is none."""
-    lines = text.rstrip().splitlines()
+    lines = [_RANK_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
     starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
     if not starts:
         return "\n".join(lines[-_LONGEST_LINES // 2 :])

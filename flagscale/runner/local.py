@@ -125,7 +125,7 @@ def _watch(
     ending_since: float | None = None
     while (code := process.poll()) is None:
         progress.poll()
-        _link_rank_logs(job.logs, since=record.started_at)
+        failure.link_rank_logs(job.logs, since=record.started_at)
         if signals.received:
             processes.end_job(
                 record.run_id, process.pid, job.stop_grace, reap=process.poll, hurry=lambda: len(signals.received) > 1
@@ -142,19 +142,9 @@ def _watch(
     return code
 
 
-def _link_rank_logs(logs: Path, *, since: float) -> None:
-    """`logs/rank0.out` and `logs/rank0.err` for what torchrun keeps in a folder of its own a start and rank."""
-    for rank, folder in failure.rank_folders(logs, since=since).items():
-        for name, target in ((f"rank{rank}.out", "stdout.log"), (f"rank{rank}.err", "stderr.log")):
-            link, path = logs / name, os.path.relpath(folder / target, logs)
-            if not link.is_symlink() or os.readlink(link) != path:
-                link.unlink(missing_ok=True)
-                link.symlink_to(path)
-
-
 def _finish(job: LocalJob, record: RunRecord, code: int, signals: Signals, console: Console) -> int:
     """Record and report how the job ended; the launcher's exit code."""
-    _link_rank_logs(job.logs, since=record.started_at)
+    failure.link_rank_logs(job.logs, since=record.started_at)
     state, exit_code = "finished", 0
     if signals.received:
         state, exit_code = "stopped", 128 + signals.received[0]
@@ -162,7 +152,9 @@ def _finish(job: LocalJob, record: RunRecord, code: int, signals: Signals, conso
     elif code != 0:
         message = failure.user_error(job.logs)
         state, exit_code = "failed", 2 if message is not None else code if code > 0 else 128 - code
-        console.line(message or failure.first_failure(job.logs, since=record.started_at).report())
+        console.line(
+            f"error: {message}" if message else failure.first_failure(job.logs, since=record.started_at).report()
+        )
     replace(record, state=state, exit_code=exit_code, ended_at=time.time()).save(job.exp_dir)
     return exit_code
 
