@@ -1,0 +1,102 @@
+"""Megatron-Core configurations of both modules, derived from this project's `ModelConfig` and nothing else."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from flagscale.config.schema import ModelConfig
+from flagscale.plan.layout import Grid
+from flagscale.platforms import Platform
+
+gelu_tanh = partial(functional.gelu, approximate="tanh")
+
+
+def language_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Platform) -> TransformerConfig:
+    """Configuration of the language model on `grid`."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=True,
+        qk_layernorm=True,
+        attention_output_gate=True,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=model.full_attention_interval,
+        linear_conv_kernel_dim=model.linear_conv_kernel_dim,
+        linear_key_head_dim=model.linear_key_head_dim,
+        linear_value_head_dim=model.linear_value_head_dim,
+        linear_num_key_heads=model.linear_num_key_heads,
+        linear_num_value_heads=model.linear_num_value_heads,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        bias_activation_fusion=platform.is_cuda,
+        cross_entropy_loss_fusion=platform.is_cuda,
+        mrope_section=list(model.mrope_section),
+        mtp_num_layers=model.mtp_num_layers or None,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        # One rank has nothing to split along the sequence, and Megatron-Core warns about it.
+        sequence_parallel=model.sequence_parallel and grid.tp > 1,
+        add_bias_linear=False,
+        init_method_std=model.init_method_std,
+        **_common(bf16, platform),
+    )
+
+
+def vision_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Platform) -> TransformerConfig:
+    """Configuration of the vision encoder's transformer blocks on `grid`."""
+    recompute: dict[str, Any] = {}
+    if model.vision_recompute:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model.vision_num_layers,
+        hidden_size=model.vision_hidden_size,
+        ffn_hidden_size=model.vision_ffn_hidden_size,
+        num_attention_heads=model.vision_num_attention_heads,
+        kv_channels=model.vision_hidden_size // model.vision_num_attention_heads,
+        normalization="LayerNorm",
+        layernorm_epsilon=model.vision_norm_epsilon,
+        activation_func=gelu_tanh,
+        bias_activation_fusion=False,  # the fused kernels know exact GELU and SwiGLU only
+        add_bias_linear=True,
+        tensor_model_parallel_size=grid.tp,
+        init_method_std=model.init_method_std,
+        **recompute,
+        **_common(bf16, platform),
+    )
+
+
+def _common(bf16: bool, platform: Platform) -> dict[str, Any]:
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return {
+        "transformer_impl": "transformer_engine" if platform.transformer_engine else "local",
+        "bf16": bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        # Gradients are sums over tokens; the trainer divides by the tokens of the global batch. A mean over a
+        # replica's tokens would weigh replicas equally, whatever they hold.
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, even of a dense model
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Every value comes from `weights.init_weights` or a checkpoint, so that layouts start equal.
+        "perform_initialization": False,
+        "use_cpu_initialization": not platform.is_cuda,
+        "bias_dropout_fusion": platform.is_cuda,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,  # the fused kernels do not know a batch with different positions a sample
+    }

@@ -1,0 +1,92 @@
+"""NVIDIA GPUs: which of the optional kernel libraries are there and right."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from flagscale.config.errors import UserError
+from flagscale.platforms.platform import CUDA, Platform
+
+HOPPER = (9, 0)
+
+
+def cuda_platform() -> Platform:
+    """NCCL on GPU number LOCAL_RANK; Transformer Engine and flash-linear-attention where installed.
+
+    Raises:
+        UserError: no GPU, no GPU for this local rank, or a triton version with which the gated delta rule is wrong.
+    """
+    if not torch.cuda.is_available():
+        raise UserError("system.platform: cuda, but this process sees no GPU; install a driver or set system.platform=cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; "
+            "lower experiment.runner.nproc_per_node"
+        )
+    device = torch.device(CUDA, local_rank)
+    fla = _installed("fla-core") or _installed("flash-linear-attention")
+    triton = _installed("triton")
+    if fla is not None:
+        check_triton(fla, triton, torch.cuda.get_device_capability(device))
+    engine = _installed("transformer-engine") if importlib.util.find_spec("transformer_engine") else None
+    return Platform(
+        name=CUDA,
+        device=device,
+        backend="nccl",
+        transformer_engine=engine is not None,
+        delta_rule="torch" if fla is None else "flash-linear-attention",
+        description=(
+            f"cuda: {torch.cuda.get_device_name(device)}, nccl, torch {torch.__version__}, "
+            f"transformer engine {engine or 'absent'}, flash-linear-attention {fla or 'absent'}, triton {triton}"
+        ),
+        install=_installer(device, fla is not None),
+    )
+
+
+def check_triton(fla: str, triton: str | None, capability: tuple[int, int]) -> None:
+    """Refuses the triton versions whose code for the gated delta rule gives wrong gradients on Hopper.
+
+    flash-linear-attention 0.6.0 itself refuses 3.4.0 <= triton < 3.7.1 there; checking before the model is built turns
+    a failure in the first backward pass of every rank into one message.
+    """
+    if capability != HOPPER or triton is None:
+        return
+    if (3, 4, 0) <= _numbers(triton) < (3, 7, 1):
+        raise UserError(
+            f"triton {triton} with flash-linear-attention {fla}: gradients of the gated delta rule are wrong on "
+            "Hopper for 3.4.0 <= triton < 3.7.1; install triton>=3.7.1"
+        )
+
+
+def _installer(device: torch.device, fla: bool):
+    def install() -> None:
+        torch.cuda.set_device(device)
+        if not fla:
+            import megatron.core.ssm.gated_delta_net.common as gdn_common
+            import megatron.core.ssm.gated_delta_net.gdn as gdn
+
+            from flagscale.platforms import torch_kernels
+
+            gdn_common.HAVE_FLA = True
+            gdn_common.l2norm = torch_kernels.l2norm
+            gdn.causal_conv1d = torch_kernels.causal_conv1d
+            gdn.chunk_gated_delta_rule = torch_kernels.chunk_gated_delta_rule
+
+    return install
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`3.7.1+git1` -> (3, 7, 1)."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())

@@ -1,0 +1,123 @@
+"""What the ranks of the parity tests run: one forward and backward of both modules, at any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flagscale.config.schema import ModelConfig
+from flagscale.models.qwen35.attention import PackedSequences
+from flagscale.models.qwen35.build import build_language, build_vision, tp_sum_params
+from flagscale.models.qwen35.language import LanguageModel, VisualRows
+from flagscale.models.qwen35.weights import gather_canonical, load_canonical
+from flagscale.parallel.groups import Topology
+from flagscale.plan.layout import LANGUAGE, VISION, Grid
+from flagscale.platforms import get_platform
+from tests.models.tiny import Batch
+
+
+def full_step(
+    model: ModelConfig, weights: dict[str, Tensor], batch: Batch, layout: dict[str, int], mtp_mask_BS: Tensor | None
+) -> dict[str, Any]:
+    """Vision, language, loss = sum(lm * mask) + sum(mtp * mtp_mask), backward through both.
+
+    Args:
+        layout: tp, pp, vtp.
+        mtp_mask_BS: weights of the MTP losses.
+
+    Returns:
+        rows, losses (last stage) and gradients by Hugging Face name, each as far as this rank has them.
+    """
+    platform = get_platform("cpu")
+    platform.install()
+    world = dist.get_world_size()
+    grids = {
+        LANGUAGE: Grid(tp=layout["tp"], pp=layout["pp"]),
+        VISION: Grid(tp=layout["vtp"], dp=world // layout["vtp"]),
+    }
+    topology = Topology.build(grids, seed=1)
+    try:
+        groups = topology.groups
+        language = build_language(model, grids[LANGUAGE], groups[LANGUAGE], bf16=False, platform=platform)
+        vision = build_vision(model, grids[VISION], groups[VISION], bf16=False, platform=platform)
+        for module in (language, vision):
+            load_canonical(module, model, weights.__getitem__)
+        rows_VD = vision(batch.pixels_PC, batch.grid_hw)
+        leaf_VD = rows_VD.detach().requires_grad_()
+        visual = visual_rows(leaf_VD, batch, groups[LANGUAGE].tp, language.config.sequence_parallel)
+        losses = _language_step(language, batch, visual, mtp_mask_BS)
+        _collect_row_gradient(leaf_VD, groups[LANGUAGE], language.config.sequence_parallel)
+        rows_VD.backward(leaf_VD.grad)
+        gradients = {}
+        for module in (language, vision):
+            for param in tp_sum_params(module):
+                dist.all_reduce(param.grad, group=module.tp_group)
+            gradients.update(gather_canonical(module, model, "grad"))
+        return {"rows": rows_VD.detach(), "losses": losses, "gradients": gradients}
+    finally:
+        topology.destroy()
+
+
+def visual_rows(rows_VD: Tensor, batch: Batch, tp_group: dist.ProcessGroup, sequence_parallel: bool) -> VisualRows:
+    """The index lists of one rank, from the rows of the whole [S, B] batch."""
+    size = batch.input_ids_BS.shape[0]
+    source = torch.arange(len(batch.row_of_V))
+    first, last = 0, batch.input_ids_BS.numel()
+    if sequence_parallel:
+        share = last // tp_group.size()
+        first, last = tp_group.rank() * share, (tp_group.rank() + 1) * share
+    lists = []
+    for target in (batch.row_of_V, batch.row_of_V - size):  # MTP sees the next token: one step earlier
+        here = (target >= first) & (target < last)
+        lists += [source[here], target[here] - first]
+    return VisualRows(rows_VD, *lists)
+
+
+def _language_step(
+    language: LanguageModel, batch: Batch, visual: VisualRows, mtp_mask_BS: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Forward and backward over the pipeline stages, one microbatch, by hand."""
+    pipeline = language.pp_group
+    before, after = (dist.get_process_group_ranks(pipeline)[(pipeline.rank() + step) % pipeline.size()] for step in (-1, 1))
+    leaf = None
+    if not language.pre_process:
+        ranks = language.tp_group.size() if language.config.sequence_parallel else 1
+        size, length = batch.input_ids_BS.shape
+        leaf = torch.empty(length // ranks, size, language.config.hidden_size)
+        dist.recv(leaf, before)
+        language.set_input_tensor(leaf.requires_grad_())
+    mask = None if batch.attention_mask_BS.all() else batch.attention_mask_BS
+    out = language(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, attention_mask_BS=mask)
+    if language.post_process:
+        lm_BS, mtp_BS = out
+        loss = (lm_BS * batch.loss_mask_BS).sum()
+        if mtp_BS is not None and mtp_mask_BS is not None:
+            loss = loss + (mtp_BS * mtp_mask_BS).sum()
+        loss.backward()
+        losses = (lm_BS.detach(), None if mtp_BS is None else mtp_BS.detach())
+    else:
+        losses = None
+        dist.send(out.detach(), after)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, after)
+        out.backward(gradient)
+    if leaf is not None:
+        dist.send(leaf.grad, before)
+    return losses
+
+
+def _collect_row_gradient(leaf_VD: Tensor, groups: Any, sequence_parallel: bool) -> None:
+    """Sums what each stage, and with sequence parallelism each rank, contributes."""
+    if leaf_VD.grad is None:
+        leaf_VD.grad = torch.zeros_like(leaf_VD)
+    dist.all_reduce(leaf_VD.grad, group=groups.pp)
+    if sequence_parallel:
+        dist.all_reduce(leaf_VD.grad, group=groups.tp)
+
+
+def packed_of(lengths: list[int]) -> PackedSequences:
+    """Borders on the CPU."""
+    return PackedSequences.of(lengths, torch.device("cpu"))
