@@ -21,7 +21,7 @@ def cuda_platform() -> Platform:
         UserError: no GPU, no GPU for this local rank, or a triton version with which the gated delta rule is wrong.
     """
     if not torch.cuda.is_available():
-        raise UserError("system.platform: cuda, but this process sees no GPU; install a driver or set system.platform=cpu")
+        raise UserError("system.platform is cuda, but this process sees no GPU; set system.platform=cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise UserError(

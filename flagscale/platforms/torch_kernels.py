@@ -73,7 +73,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """The gated delta rule S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T, o_t = S_t^T q_t / sqrt(K).
+    """The gated delta rule: o_t = S_t^T q_t / sqrt(K), S_t = R + beta_t k_t (v_t - R^T k_t)^T, R = exp(g_t) S_{t-1}.
 
     Computed chunk by chunk (Yang et al., Gated Delta Networks, arXiv 2412.06464): inside a chunk one triangular solve
     gives all corrected values, between chunks the state is carried. Everything in fp32.

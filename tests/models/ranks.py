@@ -81,7 +81,8 @@ def _language_step(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Forward and backward over the pipeline stages, one microbatch, by hand."""
     pipeline = language.pp_group
-    before, after = (dist.get_process_group_ranks(pipeline)[(pipeline.rank() + step) % pipeline.size()] for step in (-1, 1))
+    stages = dist.get_process_group_ranks(pipeline)
+    before, after = (stages[(pipeline.rank() + step) % len(stages)] for step in (-1, 1))
     leaf = None
     if not language.pre_process:
         ranks = language.tp_group.size() if language.config.sequence_parallel else 1

@@ -77,7 +77,7 @@ def check_gradients(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         assert relative(mine[name], gradient) <= limit, (name, relative(mine[name], gradient))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"tp{x['tp']}pp{x['pp']}vtp{x['vtp']}{'sp' if x['sp'] else ''}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(f"{key}{int(x[key])}" for key in x))
 @pytest.mark.parametrize(("kind", "tied"), [("unequal images", True)])
 def test_every_layout_equals_transformers(layout: dict[str, Any], kind: str, tied: bool) -> None:
     model, weights, batch, expected = reference(kind, tied)
@@ -90,7 +90,8 @@ def test_every_layout_equals_transformers(layout: dict[str, Any], kind: str, tie
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_kind_of_batch_equals_transformers(kind: str, tied: bool) -> None:
     model, weights, batch, expected = reference(kind, tied)
-    compare(run_ranks(1, full_step, model, weights, batch, LAYOUTS[0], None, timeout=120.0), batch, expected, LAYOUTS[0])
+    results = run_ranks(1, full_step, model, weights, batch, LAYOUTS[0], None, timeout=120.0)
+    compare(results, batch, expected, LAYOUTS[0])
 
 
 def compare(results: list[dict[str, Any]], batch: Batch, expected: dict[str, Any], layout: dict[str, Any]) -> None:

@@ -100,11 +100,11 @@ def hf_model(model: ModelConfig, weights: dict[str, Tensor]) -> Any:
     config = hf_config(model)
     config._attn_implementation = "sdpa"
     reference = Qwen3_5ForConditionalGeneration(config).float().train()
-    names = set(reference.state_dict())
     missing, unexpected = reference.load_state_dict(
         {name: value for name, value in weights.items() if not name.startswith("mtp.")}, strict=False
     )
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected, names)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
     reference.tie_weights()
     return reference
 
@@ -141,10 +141,13 @@ class Batch:
 
 
 def make_batch(
-    model: ModelConfig, samples: list[list[int | tuple[int, int]]], *, left: bool = False, multiple: int = 1, seed: int = 0
+    model: ModelConfig, samples: list[list[int | tuple[int, int]]], *, left: bool = False, multiple: int = 1
 ) -> Batch:
-    """Random samples; a number is that many text tokens, a pair an image of that patch grid between its marks."""
-    generator = torch.Generator().manual_seed(seed)
+    """Random samples; a number is that many text tokens, a pair an image of that patch grid between its marks.
+
+    Padded at the end, or at the start with `left`, to a multiple of `multiple`.
+    """
+    generator = torch.Generator().manual_seed(0)
     merge = model.vision_spatial_merge_size
     rows, grids = [], []
     for sample in samples:
@@ -158,10 +161,9 @@ def make_batch(
                 grids.append(piece)
         rows.append(ids)
     length = -(-max(map(len, rows)) // multiple) * multiple
-    pad = [[0] * (length - len(ids)) for ids in rows]
-    ids_BS = torch.tensor([p + r if left else r + p for p, r in zip(pad, rows, strict=True)])
-    real = [([False] * len(p) + [True] * len(r)) if left else ([True] * len(r) + [False] * len(p)) for p, r in zip(pad, rows, strict=True)]
-    mask_BS = torch.tensor(real)
+    pad = [0] * length
+    ids_BS = torch.tensor([(pad + ids)[-length:] if left else (ids + pad)[:length] for ids in rows])
+    mask_BS = ids_BS != 0
     labels_BS = ids_BS.roll(-1, 1)
     loss_mask_BS = (mask_BS & mask_BS.roll(-1, 1)).float()
     loss_mask_BS[:, -1] = 0.0

@@ -119,8 +119,6 @@ class CoreAttention(MegatronModule):
         return mask & torch.ones_like(eye).tril() if self.causal else mask
 
     def _packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed: PackedSequences) -> Tensor:
-        if not packed.lengths:
-            return q_THD  # empty, and still in the graph: the projections get gradients of zero, not none
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._packed_cuda(q_THD, k_TGD, v_TGD, packed)
         out = [
@@ -137,8 +135,9 @@ class CoreAttention(MegatronModule):
         if repeat > 1:
             k_TGD, v_TGD = (x.repeat_interleave(repeat, dim=1) for x in (k_TGD, v_TGD))
         borders, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        window = (-1, 0 if self.causal else -1)
         return varlen_attn(
-            q_THD, k_TGD, v_TGD, borders, borders, longest, longest, scale=self.scale, window_size=(-1, 0 if self.causal else -1)
+            q_THD, k_TGD, v_TGD, borders, borders, longest, longest, scale=self.scale, window_size=window
         )
 
 
@@ -164,7 +163,9 @@ class GatedSelfAttention(SelfAttention):
         Returns:
             query, key, value and gate, [S, B, heads of this rank, D]; queries and keys are normalised.
         """
-        assert output_gate and split_qkv and key_value_states is None, "this class is for gated self-attention"
+        assert output_gate, "this class is for gated attention"
+        assert split_qkv, "the fused rotary kernel does not know the gate"
+        assert key_value_states is None, "this class is for self-attention"
         tp_size, groups = self.world_size, self.config.num_query_groups
         mixed, _ = self.linear_qkv(hidden_states)
         ranks_per_group = max(1, tp_size // groups)

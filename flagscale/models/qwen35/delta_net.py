@@ -46,7 +46,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
     def _resolve_cu_seqlens(
         self, cu_seqlens_padded: Tensor | None, cu_seqlens_actual: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        # Upstream reads the last border back from the device in every layer; `PackedSequences` is right by construction.
+        # Upstream reads the last border back from the device in every layer to check it against the tokens.
         return cu_seqlens_actual
 
     def _compute_g_and_beta(

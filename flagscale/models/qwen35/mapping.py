@@ -113,7 +113,9 @@ def _delta_net(layer: str, model: ModelConfig) -> dict[str, ParameterMap]:
     projections = tuple(f"{hf}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
     return {
         # Each rank holds its own [q | k | v | z | b | a]: a slice of every section, not of the whole.
-        "self_attention.in_proj.weight": ParameterMap(projections, _sections([keys, keys, values, values, heads, heads])),
+        "self_attention.in_proj.weight": ParameterMap(
+            projections, _sections([keys, keys, values, values, heads, heads])
+        ),
         "self_attention.conv1d.weight": ParameterMap((hf + "conv1d.weight",), _sections([keys, keys, values])),
         "self_attention.A_log": _split(hf + "A_log", heads),
         "self_attention.dt_bias": _split(hf + "dt_bias", heads),
@@ -165,7 +167,7 @@ def _sections(sizes: list[int]) -> Rows:
 
 
 def _gated_qkv(model: ModelConfig) -> Rows:
-    """Megatron's rows per KV group [query heads | gate heads | key | value] out of Hugging Face's [q_proj; k_proj; v_proj].
+    """Megatron's rows per KV group [query heads | gate heads | key | value] out of [q_proj; k_proj; v_proj].
 
     q_proj has per head [query | gate]. With more ranks than groups a rank holds a part of a group's rows.
     """

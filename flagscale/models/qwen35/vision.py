@@ -51,22 +51,26 @@ class VisionEncoder(MegatronModule):
 
         Args:
             pixels_PC: normalised patches of all items, one item after the other.
-            grid_hw: rows and columns of patches of each item; multiples of the merge size. None at all is allowed: a
-                rank without images takes part with empty tensors, and its parameters get gradients of zero.
+            grid_hw: rows and columns of patches of each item; multiples of the merge size. None at all is allowed: the
+                rank returns no rows, and its parameters get gradients of zero, as the others in the group expect.
 
         Returns:
             rows_VD, items in the order given, tokens of an item row by row.
         """
-        lengths = [h * w for h, w in grid_hw]
-        assert sum(lengths) == pixels_PC.shape[0], f"{pixels_PC.shape[0]} patches for grids of {sum(lengths)}"
+        patches = sum(h * w for h, w in grid_hw)
+        assert patches == pixels_PC.shape[0], f"{pixels_PC.shape[0]} patches for grids of {patches}"
+        if not grid_hw:
+            # Neither Megatron-Core nor GPU kernels take empty tensors: encode one blank token and keep none.
+            merge = self.model.vision_spatial_merge_size
+            return self.forward(pixels_PC.new_zeros(merge**2, pixels_PC.shape[1]), [(merge, merge)])[:0]
         # A frozen trunk keeps no activations, even though Megatron-Core's block marks its input as needing gradients.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._trunk_trains()):
-            hidden_PE = self._trunk(pixels_PC, grid_hw, lengths)
+            hidden_PE = self._trunk(pixels_PC, grid_hw)
         return self.merger(hidden_PE)
 
-    def _trunk(self, pixels_PC: Tensor, grid_hw: list[tuple[int, int]], lengths: list[int]) -> Tensor:
+    def _trunk(self, pixels_PC: Tensor, grid_hw: list[tuple[int, int]]) -> Tensor:
         device, merge = self.position_table.device, self.model.vision_spatial_merge_size
-        places = [_places(h, w, self.side, merge) for h, w in grid_hw] or [_places(0, 0, self.side, merge)]
+        places = [_places(h, w, self.side, merge) for h, w in grid_hw]
         taps_P4, weights_P4, row_column_P2 = (
             torch.cat(parts).to(device, non_blocking=True) for parts in zip(*places, strict=True)
         )
@@ -79,7 +83,7 @@ class VisionEncoder(MegatronModule):
             hidden_states=hidden_PE.unsqueeze(1),
             attention_mask=None,
             rotary_pos_emb=angles,
-            packed_seq_params=PackedSequences.of(lengths, device),
+            packed_seq_params=PackedSequences.of([h * w for h, w in grid_hw], device),
         )
         return hidden_P1E.squeeze(1)
 
@@ -122,13 +126,13 @@ class PatchMerger(MegatronModule):
 
 @functools.lru_cache(maxsize=128)
 def _places(grid_h: int, grid_w: int, side: int, merge: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the patches of an item lie: table rows [P, 4] and weights [P, 4] of the interpolation, row and column [P, 2].
+    """Where an item's patches lie: table rows [P, 4] and weights [P, 4] for the interpolation, row and column [P, 2].
 
     The table's corners coincide with the item's corners (align_corners). Patches in merge-block order.
     """
     index = torch.arange(grid_h * grid_w).view(grid_h // merge, merge, grid_w // merge, merge)
     order_P = index.transpose(1, 2).flatten()
-    row_P, column_P = order_P // max(grid_w, 1), order_P % max(grid_w, 1)
+    row_P, column_P = order_P // grid_w, order_P % grid_w
     (top, low), (left, right) = _taps(row_P, grid_h, side), _taps(column_P, grid_w, side)
     pairs = [(a, b) for a in (top, low) for b in (left, right)]
     taps_P4 = torch.stack([a[0] * side + b[0] for a, b in pairs], -1)

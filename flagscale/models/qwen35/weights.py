@@ -71,7 +71,7 @@ def gather_canonical(module: torch.nn.Module, model: ModelConfig, what: str = "p
     """
     assert what in ("param", "grad"), what
     shapes = canonical_shapes(model)
-    rank, size = _tp(module)
+    _, size = _tp(module)
     whole: dict[str, Tensor] = {}
     for _, param, mapping in _mapped(module, model):
         local = param.detach() if what == "param" else _gradient(param)
