@@ -78,6 +78,11 @@ class TextBatch:
     position_ids_3BS: torch.Tensor
     sample_ids: tuple[int, ...]
 
+    def to(self, device: torch.device) -> TextBatch:
+        """The same on another device; not copied where it lies there."""
+        tensors = (self.input_ids_BS, self.labels_BS, self.loss_mask_BS, self.position_ids_3BS)
+        return TextBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.sample_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class MacroBatch:

@@ -1,4 +1,4 @@
-"""Builds what training needs, as one list of named steps: topology, modules, weights, wrappers, optimizer."""
+"""Builds what training needs, as one list of named steps: topology, modules, wrappers, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from flagscale.config.schema import ModelConfig
-from flagscale.models.qwen35 import language, vision, weights
+from flagscale.models.qwen35.build import build_language, build_vision
 from flagscale.parallel.groups import Topology
 from flagscale.plan.layout import LANGUAGE, VISION
 from flagscale.plan.plan import ExperimentPlan
@@ -49,8 +49,6 @@ def build(plan: ExperimentPlan, platform: Platform) -> TrainState:
     topology = Topology.build(plan.modules, config.model.seed)
     try:
         raw = _build_modules(plan, platform, topology)
-        for module in raw.values():
-            weights.init_weights(module, config.model, config.model.seed)
         names = trainable_modules(config.model)
         wrapped = {name: _wrap(module, topology, name) for name, module in raw.items() if name in names}
         optimizer = build_optimizer(config, wrapped, topology.groups, names)
@@ -76,15 +74,12 @@ def trainable_modules(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _build_modules(plan: ExperimentPlan, platform: Platform, topology: Topology) -> dict[str, torch.nn.Module]:
-    """The modules this rank holds, on its device, with frozen parts marked."""
-    config = plan.config
-    builders = {VISION: vision.build_vision, LANGUAGE: language.build_language}
-    raw = {}
-    for name, groups in topology.groups.items():
-        module = builders[name](config.model, groups, platform, bf16=config.system.bf16)
-        weights.freeze(module, config.model)
-        raw[name] = module
-    return raw
+    """The modules this rank holds, on its device, initialised, with frozen parts marked."""
+    config, builders = plan.config, {VISION: build_vision, LANGUAGE: build_language}
+    return {
+        name: builders[name](config.model, plan.modules[name], groups, bf16=config.system.bf16, platform=platform)
+        for name, groups in topology.groups.items()
+    }
 
 
 def _wrap(module: torch.nn.Module, topology: Topology, name: str) -> DistributedDataParallel:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from flagscale.data.loader import DataPipeline, TextBatch
+from flagscale.data.loader import DataPipeline
+from flagscale.data.macro import TextBatch
 from flagscale.data.sampler import NO_SAMPLE
 from flagscale.plan.layout import LANGUAGE
 from flagscale.train.build import TrainState

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from flagscale.data.loader import TextBatch
+from flagscale.data.macro import TextBatch
 from flagscale.models.qwen35.language import VisualRows
 
 

@@ -85,12 +85,12 @@ class Training:
         """The line of metrics.jsonl for one iteration."""
         plan, outcome = self._state.plan, report.outcome
         num_tokens = self._data.num_tokens(step)
-        num_mtp = self._data.num_mtp_loss_tokens(step)
+        lm, mtp = report.loss_sums.tolist()
         mean_load = sum(report.loads) / len(report.loads)
         values = {
             "iteration": step + 1,
-            "lm_loss": report.lm_loss,
-            "mtp_1_loss": report.mtp_loss / num_mtp if num_mtp and self._config.model.mtp_num_layers else None,
+            "lm_loss": lm / max(self._data.num_loss_tokens(step), 1),
+            "mtp_1_loss": mtp / max(self._data.num_mtp_loss_tokens(step), 1),
             "grad_norm": outcome.grad_norm,
             "grad_norm_vision": outcome.grad_norms[VISION],
             "grad_norm_language": outcome.grad_norms[LANGUAGE],
@@ -146,12 +146,10 @@ class Training:
     def _draw_answers(self, result: Evaluation, target: Path) -> None:
         answered = []
         for prediction in result.predictions:
-            shown = self._held_out.text(prediction.sample)
-            if shown.images and len(answered) < PICTURES:
+            shown = self._held_out.shown(prediction.sample)
+            if shown is not None and len(answered) < PICTURES:
                 answer, said = (self._held_out.decode(ids) for ids in (prediction.expected, prediction.predicted))
-                answered.append(
-                    Answered(image=shown.images[0], question=shown.question, answer=answer, prediction=said)
-                )
+                answered.append(Answered(image=shown.image, question=shown.question, answer=answer, prediction=said))
         if answered:
             plot_answers(answered, target)
             self._say(f"answers: {target}")

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from flagscale.data.loader import MacroBatch, TextBatch
+from flagscale.data.macro import MacroBatch, TextBatch
+from flagscale.models.qwen35.build import extra_tp_sum_params
 from flagscale.models.qwen35.language import VisualRows
-from flagscale.models.qwen35.weights import sum_partial_gradients
 from flagscale.parallel.exchange import Exchange
 from flagscale.parallel.routes import Consumer
 from flagscale.plan.layout import LANGUAGE, VISION
@@ -28,15 +29,27 @@ from flagscale.train.vision import MacroEncoder, gather_pixels
 
 @dataclass(kw_only=True, slots=True)
 class StepReport:
-    """What an iteration did, the same on every rank except `phase_s`."""
+    """What an iteration did, the same on every rank except `phase_s`.
 
-    lm_loss: float
-    mtp_loss: float
-    outcome: StepOutcome
+    Attributes:
+        loss_sums: [lm, mtp] token losses summed: of this rank before the optimizer step, of the world after it.
+        exchange_bytes: embeddings and gradients that left their rank, over the whole job.
+        loads: cost encoded by each vision replica.
+        phase_s: seconds this rank spent in each phase.
+    """
+
+    loss_sums: torch.Tensor | None = None
+    outcome: StepOutcome | None = None
     num_items: int = 0
     exchange_bytes: int = 0
     loads: list[float] = field(default_factory=list)
     phase_s: dict[str, float] = field(default_factory=dict)
+
+    def count(self, macro: MacroBatch, exchange_bytes: int) -> None:
+        """Adds one macro batch."""
+        self.num_items += len(macro.spec.items)
+        self.exchange_bytes += exchange_bytes
+        self.loads = [total + load for total, load in zip(self.loads, macro.spec.loads, strict=True)]
 
 
 class TrainStep:
@@ -68,12 +81,23 @@ class TrainStep:
 
     def run(self, macro_batches: Iterable[MacroBatch], weights: LossWeights) -> StepReport:
         """One optimizer step over the macro batches of a global batch. Collective over the world."""
+        report = self.accumulate(macro_batches, weights)
+        with self._phase("optimizer"):
+            report.outcome = self._state.optimizer.step(report.loss_sums)
+            if not report.outcome.skipped:
+                self._state.scheduler.step(increment=1)
+        report.loss_sums = torch.tensor(report.outcome.sums)
+        return report
+
+    def accumulate(self, macro_batches: Iterable[MacroBatch], weights: LossWeights) -> StepReport:
+        """Complete gradients of a global batch in every module, from zero. Collective over the world."""
         state, self._phase_s = self._state, {}
+        model = state.plan.config.model
         for module in state.wrapped.values():
             module.zero_grad_buffer()
         state.optimizer.zero_grad()
+        report = StepReport(loads=[0.0] * state.plan.modules[VISION].dp, phase_s=self._phase_s)
         sums = torch.zeros(2, device=self._device)
-        loads, num_items, travelling = [0.0] * state.plan.modules[VISION].dp, 0, 0
 
         for macro in macro_batches:
             # Encode the images of all microbatches once, and send the embeddings to where they are used.
@@ -87,27 +111,13 @@ class TrainStep:
                     grads_VD = exchange.send_gradients(_collect_gradients(rows))
                 with self._phase("vision_backward"):
                     self._encoder.backward(grads_VD)
-            loads = [total + load for total, load in zip(loads, macro.spec.loads, strict=True)]
-            num_items += len(macro.spec.items)
-            travelling += exchange.travelling_rows
+            report.count(macro, exchange.travelling_rows * model.hidden_size * state.dtype.itemsize)
 
-        # Reduce the gradients of each module over its own grid, then one clip and one step over both.
-        with self._phase("optimizer"):
+        # Reduce the gradients of each module over its own grid.
+        with self._phase("reduce"):
             finalize_gradients(state)
-            outcome = state.optimizer.step(sums if self._counts_loss() else torch.zeros_like(sums))
-            if not outcome.skipped:
-                state.scheduler.step(increment=1)
-        lm, mtp = outcome.sums
-        row_bytes = state.plan.config.model.hidden_size * state.dtype.itemsize
-        return StepReport(
-            lm_loss=lm * weights.lm,
-            mtp_loss=mtp,
-            outcome=outcome,
-            num_items=num_items,
-            exchange_bytes=travelling * row_bytes,
-            loads=loads,
-            phase_s=self._phase_s,
-        )
+        report.loss_sums = sums if self._counts_loss() else torch.zeros_like(sums)
+        return report
 
     def encode(self, macro: MacroBatch) -> tuple[Exchange, list[VisualRows]]:
         """Vision forward of a macro batch and the exchange; per microbatch the rows this rank's language model needs."""
@@ -142,9 +152,9 @@ class TrainStep:
         if not topology.has(VISION):
             return torch.zeros((0, self._state.plan.config.model.hidden_size), dtype=self._state.dtype, device=self._device)
         items = [spec.items[index] for index in spec.encode[topology.coordinate(VISION)["dp"]]]
-        readers = {index: rank for rank, indexes in enumerate(spec.reads) for index in indexes}
+        readers = {index: rank for rank, indexes in spec.reads.items() for index in indexes}
         pixels_PC = gather_pixels(
-            macro.pixels_PD, items, readers, topology.groups[VISION].tp, self._device, self._patch_values
+            macro.pixels, items, readers, topology.groups[VISION].tp, self._device, self._patch_values
         )
         return self._encoder.forward(pixels_PC, items, spec.num_microbatches)
 
@@ -163,7 +173,8 @@ def finalize_gradients(state: TrainState) -> None:
     """Completes the gradients of every module: data parallel sum, tied embeddings, tensor parallel partial sums."""
     for name, module in state.wrapped.items():
         finalize_model_grads([module], None, pg_collection=state.topology.groups[name])
-        sum_partial_gradients(module, state.topology.groups[name].tp)
+        for parameter in extra_tp_sum_params(module):
+            dist.all_reduce(parameter.main_grad, group=state.topology.groups[name].tp)
 
 
 def _collect_gradients(rows: list[VisualRows]) -> torch.Tensor:

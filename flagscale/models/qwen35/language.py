@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -80,7 +82,8 @@ class LanguageModel(GPTModel):
         visual: VisualRows | None = None,
         packed: PackedSequences | None = None,
         attention_mask_BS: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        with_predictions: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
         """Runs this stage; `set_input_tensor` has given a later stage its hidden states.
 
         Args:
@@ -90,6 +93,7 @@ class LanguageModel(GPTModel):
             visual: rows to lay over the text embeddings, None when this microbatch has none here.
             packed: borders of samples packed into one row (B = 1).
             attention_mask_BS: bool, True at real tokens; only needed when padding is on the left.
+            with_predictions: with labels, also return the most probable next token at every position, [B, S].
 
         Returns:
             Hidden states [S_local, B, D] before the last stage. On it, with labels: losses of the next token and of
@@ -106,7 +110,7 @@ class LanguageModel(GPTModel):
             logits_BSW = self._logits(hidden).transpose(0, 1)
             return gather_from_tensor_model_parallel_region(logits_BSW.contiguous(), group=self.tp_group)
         if not self.mtp_process:
-            return self.compute_language_model_loss(labels_BS, self._logits(hidden)), None
+            return self._losses(hidden, None, labels_BS, with_predictions)
         next_embedding = self._embed(input_ids_BS.roll(-1, dims=1), visual, for_mtp=True)
         both = self.mtp(
             input_ids=input_ids_BS,
@@ -115,9 +119,19 @@ class LanguageModel(GPTModel):
             embedding=next_embedding,
             **shared,
         )
-        hidden, mtp_hidden = both.chunk(2)
-        mtp_loss_BS = self.compute_language_model_loss(labels_BS.roll(-1, dims=1), self._logits(mtp_hidden))
-        return self.compute_language_model_loss(labels_BS, self._logits(hidden)), mtp_loss_BS
+        return self._losses(*both.chunk(2), labels_BS, with_predictions)
+
+    def _losses(
+        self, hidden: Tensor, mtp_hidden: Tensor | None, labels_BS: Tensor, with_predictions: bool
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+        mtp_loss_BS = None
+        if mtp_hidden is not None:
+            mtp_loss_BS = self.compute_language_model_loss(labels_BS.roll(-1, dims=1), self._logits(mtp_hidden))
+        logits = self._logits(hidden)
+        # Before the loss, which overwrites fp32 logits.
+        predictions_BS = parallel_argmax(logits, self.tp_group).transpose(0, 1) if with_predictions else None
+        losses = self.compute_language_model_loss(labels_BS, logits), mtp_loss_BS
+        return losses if predictions_BS is None else (*losses, predictions_BS)
 
     def _embed(self, input_ids_BS: Tensor, visual: VisualRows | None, for_mtp: bool = False) -> Tensor:
         """[S_local, B, D] embeddings, visual rows in place of their placeholders."""
@@ -134,3 +148,14 @@ class LanguageModel(GPTModel):
         """[S, B, W / TP]."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden_SBD, weight=weight)[0]
+
+
+def parallel_argmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Index of the largest logit over the whole vocabulary, the lowest one among equals; the last dimension is split."""
+    value, index = logits.max(dim=-1)
+    best = value.clone()
+    dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
+    width = logits.shape[-1]
+    index = torch.where(value == best, index + width * group.rank(), width * group.size())
+    dist.all_reduce(index, op=dist.ReduceOp.MIN, group=group)
+    return index
