@@ -71,7 +71,7 @@ def write_run_files(plan: ExperimentPlan, workdir: Path) -> Path:
         import_root=Path(flagscale.__file__).resolve().parent.parent,
     )
     script.touch(mode=0o700)  # experiment.envs may hold secrets
-    script.write_text(text)
+    script.write_text(text, encoding="utf-8")
     return script
 
 

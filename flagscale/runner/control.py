@@ -54,7 +54,7 @@ def last_metrics(path: Path) -> Mapping[str, Any] | None:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = file.read().decode(errors="replace").split("\n")
     except FileNotFoundError:
         return None
     for line in reversed(lines):

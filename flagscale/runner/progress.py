@@ -42,7 +42,7 @@ class LineFollower:
             data = file.read()
         complete = data[: data.rfind(b"\n") + 1]  # the rest of a line that is being written comes next time
         self._position += len(complete)
-        return complete.decode(errors="replace").splitlines()
+        return complete.decode(errors="replace").split("\n")[:-1]
 
 
 class Console:
@@ -53,11 +53,12 @@ class Console:
     """
 
     def __init__(self, stream: TextIO, *, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
-        self._stream = stream
+        self._stream: TextIO | None = stream
         self._is_terminal = stream.isatty()
         self._plain_interval_s = plain_interval_s
         self._last_plain = float("-inf")
         self._shown = ""
+        self._held_back = ""
 
     def line(self, text: str) -> None:
         """A line that stays."""
@@ -72,31 +73,28 @@ class Console:
             self._shown = text[: shutil.get_terminal_size().columns - 1]
             self._write(_CLEAR_LINE + self._shown)
         elif important or time.monotonic() - self._last_plain >= self._plain_interval_s:
-            self._last_plain = time.monotonic()
+            self._last_plain, self._held_back = time.monotonic(), ""
             self._write(text + "\n")
+        else:
+            self._held_back = text
 
     def keep_status(self) -> None:
-        """Turn the status on display into a line that stays."""
+        """Turn the newest status into a line that stays."""
         if self._shown:
             self._shown = ""
             self._write("\n")
+        elif self._held_back:
+            self._write(self._held_back + "\n")
+            self._held_back = ""
 
     def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (BrokenPipeError, OSError):
-            self._stream = _Nowhere()
-
-
-class _Nowhere:
-    """A stream that takes everything and keeps nothing."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
+        except OSError:  # the reader has gone
+            self._stream = None
 
 
 class Progress:

@@ -1,0 +1,140 @@
+"""Of many ranks that failed, the one that is the cause is found and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flagscale.runner.failure import (
+    first_failure,
+    last_traceback,
+    link_rank_logs,
+    others_are_ended,
+    rank_folders,
+    user_error,
+)
+
+OWN = 'Traceback (most recent call last):\n  File "train.py", line 1\nValueError: the loss is nan\n'
+PEER = 'Traceback (most recent call last):\n  File "train.py", line 1\nRuntimeError: Connection closed by peer [::1]\n'
+ROOT = """
+E1130 api.py:1002] failed (exitcode: {code}) local_rank: {rank} (pid: 8870) of binary: python
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 8869)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-30_12:28:15
+  host      : localhost
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: 8870)
+  error_file: <N/A>
+"""
+
+
+def logs(folder: Path, stderr: dict[int, str], torchrun: str = "", start: str = "run_a", attempt: int = 0) -> Path:
+    """A log folder as torchrun leaves it."""
+    for rank, text in stderr.items():
+        path = folder / start / f"attempt_{attempt}" / str(rank)
+        path.mkdir(parents=True)
+        (path / "stderr.log").write_text(text)
+        (path / "stdout.log").write_text("")
+    (folder / "torchrun.log").write_text(torchrun)
+    return folder
+
+
+def recorded(folder: Path, rank: int, timestamp: int) -> None:
+    """The error file of a rank whose entrypoint torchrun records."""
+    message = {"message": "ValueError", "extraInfo": {"py_callstack": "", "timestamp": str(timestamp)}}
+    (folder / "run_a" / "attempt_0" / str(rank) / "error.json").write_text(json.dumps({"message": message}))
+
+
+def test_torchruns_root_cause_names_the_rank(tmp_path: Path) -> None:
+    failure = first_failure(logs(tmp_path, {0: OWN, 1: OWN}, ROOT.format(rank=1, code=1)), since=0)
+    assert (failure.rank, failure.traceback, failure.cause) == (1, OWN.rstrip(), "")
+    assert failure.log == tmp_path / "run_a" / "attempt_0" / "1" / "stderr.log"
+
+
+def test_earliest_error_file_beats_the_first_exit(tmp_path: Path) -> None:
+    folder = logs(tmp_path, {0: OWN, 1: OWN}, ROOT.format(rank=0, code=1))
+    recorded(folder, 0, 200)
+    recorded(folder, 1, 100)
+    assert first_failure(folder, since=0).rank == 1
+
+
+def test_lost_peer_is_not_the_cause(tmp_path: Path) -> None:
+    folder = logs(tmp_path, {0: PEER, 1: PEER, 2: OWN}, ROOT.format(rank=0, code=1))
+    failure = first_failure(folder, since=0)
+    assert (failure.rank, "nan" in failure.traceback) == (2, True)
+
+
+def test_all_lost_their_peer(tmp_path: Path) -> None:
+    assert first_failure(logs(tmp_path, {0: PEER, 1: PEER}, ROOT.format(rank=1, code=1)), since=0).rank == 1
+
+
+def test_rank_that_a_signal_ended(tmp_path: Path) -> None:
+    failure = first_failure(logs(tmp_path, {0: "", 1: "last words\n"}, ROOT.format(rank=1, code=-9)), since=0)
+    assert failure.report().splitlines() == [
+        "rank 1 failed: ended by signal 9 (SIGKILL, often the kernel when memory runs out)",
+        "last words",
+        f"log of rank 1: {failure.log}",
+    ]
+
+
+def test_torchrun_itself_failed(tmp_path: Path) -> None:
+    failure = first_failure(logs(tmp_path, {}, "usage: run.py\nerror: no such option\n"), since=0)
+    assert failure.rank is None
+    assert failure.report() == (
+        f"the job failed\nusage: run.py\nerror: no such option\nlog of the job: {tmp_path / 'torchrun.log'}"
+    )
+
+
+def test_newest_start_counts_and_older_ones_do_not(tmp_path: Path) -> None:
+    logs(tmp_path, {0: OWN}, start="run_b")
+    os.utime(tmp_path / "run_b" / "attempt_0", (100, 100))
+    assert rank_folders(tmp_path, since=0).keys() == {0}
+    assert rank_folders(tmp_path, since=200) == {}
+    logs(tmp_path, {0: OWN, 1: OWN}, start="run_b", attempt=1)
+    assert rank_folders(tmp_path, since=0)[1] == tmp_path / "run_b" / "attempt_1" / "1"
+
+
+def test_links_follow_the_newest_start(tmp_path: Path) -> None:
+    logs(tmp_path, {0: "first"})
+    os.utime(tmp_path / "run_a" / "attempt_0", (100, 100))
+    link_rank_logs(tmp_path, since=0)
+    assert (tmp_path / "rank0.err").read_text() == "first"
+    logs(tmp_path, {0: "second"}, start="run_b")
+    link_rank_logs(tmp_path, since=0)
+    link_rank_logs(tmp_path, since=0)
+    assert (tmp_path / "rank0.err").read_text() == "second"
+    assert first_failure(logs(tmp_path, {}, ROOT.format(rank=0, code=1)), since=0).log == tmp_path / "rank0.err"
+
+
+def test_traceback_with_its_history_and_without_torchs_prefix() -> None:
+    chained = OWN + "\nDuring handling of the above exception, another exception occurred:\n\n" + OWN
+    text = "noise\n" + PEER + "later noise\n" + "".join(f"[rank3]: {line}\n" for line in chained.splitlines())
+    assert last_traceback(text) == chained.rstrip()
+
+
+def test_long_traceback_keeps_both_ends() -> None:
+    text = "Traceback (most recent call last):\n" + "\n".join(f"  line {number}" for number in range(500)) + "\nEnd: x"
+    shown = last_traceback(text).splitlines()
+    assert (shown[0], shown[-1], len(shown)) == ("Traceback (most recent call last):", "End: x", 61)
+    assert "  ... 442 lines left out ..." in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [('{"rank": 1, "message": "x must be 2"}', "x must be 2"), ("{", None), ("[]", None)]
+)
+def test_users_mistake(tmp_path: Path, text: str, message: str | None) -> None:
+    assert user_error(tmp_path) is None
+    (tmp_path / "user-error.json").write_text(text)
+    assert user_error(tmp_path) == message
+
+
+def test_torchruns_words_for_ending_the_others() -> None:
+    assert others_are_ended("W1130 8864 api.py:1028] Sending process 8869 closing signal SIGTERM\n")
+    assert not others_are_ended("W1130 master address is only used for static rdzv_backend\n")

@@ -1,0 +1,106 @@
+"""What is started is rendered as text by pure functions: exact, quoted, and the same as what a shell understands."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.errors import UserError
+from flagscale.config.schema import Config, ExperimentConfig, RunnerConfig, SystemConfig, TaskConfig
+from flagscale.runner import render
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "runner"
+AWKWARD = {
+    "PLAIN": "x",
+    "SPACES": "two words",
+    "QUOTES": """it's "so" """,
+    "DOLLAR": "$HOME `id` $(id) !!",
+    "JSON": {"a": [1, True, None], "ü": "ß"},
+    "UNICODE": "数据 ✓",
+    "LINES": "one\ntwo",
+    "NUMBER": 3,
+    "FRACTION": 0.5,
+    "YES": True,
+    "NO": False,
+    "GONE": None,
+    "EMPTY": "",
+}
+
+
+def config(envs: dict[str, Any] | None = None, **runner: Any) -> Config:
+    """A configuration as far as rendering looks at it."""
+    experiment = ExperimentConfig(
+        exp_dir="/runs/it's a $run",
+        task=TaskConfig(entrypoint="/code/train me.py"),
+        runner=RunnerConfig(**runner),
+        envs=envs or {},
+    )
+    return Config(experiment=experiment, model=None, data=None)  # type: ignore[arg-type]
+
+
+def script(configuration: Config) -> str:
+    return render.launch_script(
+        render.torchrun_command(configuration, Path("/runs/it's a $run"), python="/venv/bin/python"),
+        render.environment(configuration, cores=8),
+        workdir=Path("/work/my project"),
+        import_root=Path("/code"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "configuration"),
+    [
+        ("local", config()),
+        ("awkward", config(AWKWARD, nproc_per_node=2, master_port=29500)),
+        ("two_nodes", config(nnodes=2, master_addr="node-0", master_port=29500)),
+    ],
+)
+def test_launch_script_is_as_recorded(name: str, configuration: Config) -> None:
+    assert script(configuration) == (GOLDEN / f"{name}.sh").read_text()
+
+
+def test_shell_line_is_the_same_arguments() -> None:
+    command = render.torchrun_command(config(), Path("/runs/it's a $run"))
+    assert shlex.split(render.shell_line(command)) == command
+
+
+def test_wrapped_script_is_the_same_arguments() -> None:
+    command = render.torchrun_command(config(), Path("/runs/it's a $run"))
+    text = render.launch_script(command, {}, workdir=Path("/"), import_root=Path("/"))
+    assert shlex.split(text[text.index("exec ") :].replace("\\\n", " "))[1:] == command
+
+
+def test_free_port_is_left_to_the_operating_system() -> None:
+    assert "127.0.0.1:0" in render.torchrun_command(config(), Path("/runs"))
+    assert "127.0.0.1:29511" in render.torchrun_command(config(master_port=29511), Path("/runs"))
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "given", "threads"), [(8, 4, None, "2"), (2, 4, None, "1"), (8, 4, 5, "5"), (9, 2, None, "4")]
+)
+def test_threads_of_a_rank(cores: int, ranks: int, given: int | None, threads: str) -> None:
+    configuration = replace(config(nproc_per_node=ranks), system=SystemConfig(threads_per_rank=given))
+    assert render.environment(configuration, cores=cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_users_variables_win_and_keep_their_type() -> None:
+    variables = render.environment(config({**AWKWARD, "OMP_NUM_THREADS": 7}), cores=8)
+    assert variables["OMP_NUM_THREADS"] == "7"
+    assert (variables["YES"], variables["NO"], variables["GONE"], variables["EMPTY"]) == ("1", "0", None, "")
+    assert variables["JSON"] == '{"a": [1, true, null], "ü": "ß"}'
+
+
+@pytest.mark.parametrize("platform", ["auto", "cpu", "cuda"])
+def test_cuda_issues_kernels_in_one_order(platform: str) -> None:
+    variables = render.environment(replace(config(), system=SystemConfig(platform=platform)), cores=8)
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in variables) == (platform != "cpu")
+
+
+@pytest.mark.parametrize("name", ["A B", "1A", "A=B", "", "A;id"])
+def test_bad_variable_name_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="environment variable"):
+        render.environment(config({name: "x"}), cores=1)

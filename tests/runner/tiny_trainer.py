@@ -1,0 +1,30 @@
+"""A trainer without a model: reads the plan, reports iterations, and may fail or hang on rank 1.
+
+Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+rank = int(os.environ["RANK"])
+plan_path = Path(sys.argv[sys.argv.index("--plan") + 1])
+plan = json.loads(plan_path.read_text())
+mode = os.environ.get("TINY_MODE", "")
+
+if mode == "hang":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 0:
+    with (plan_path.parent / "metrics.jsonl").open("a") as metrics:
+        for iteration in range(1, plan["config"]["model"]["train_iters"] + 1):
+            metrics.write(json.dumps({"iteration": iteration, "lm_loss": 1.0, "iteration_time_s": 0.01}) + "\n")
+if mode == "raise" and rank == 1:
+    raise ValueError("the loss is nan")
+if mode in ("raise", "hang"):
+    time.sleep(300)
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} is done")
