@@ -248,8 +248,8 @@ class SampleIndex:
             raise self.error(
                 sample_id,
                 record.id,
-                f"has {self.num_tokens(sample_id)} tokens, more than model.seq_length={seq_length}; the source's longest "
-                f"has {longest}: raise model.seq_length, lower data.max_pixels, or shorten the sample",
+                f"has {self.num_tokens(sample_id)} tokens, more than model.seq_length={seq_length}; the longest "
+                f"of the source has {longest}: raise model.seq_length, lower data.max_pixels, or shorten the sample",
             )
 
     def error(self, sample_id: int, record_id: str, cause: object) -> UserError:
@@ -283,6 +283,12 @@ class SampleIndex:
         except SampleError as error:
             raise self.error(sample_id, "", error) from None
         return record.id, tuple(media_path(self.source.path, name) for name in record.images)
+
+    def __enter__(self) -> SampleIndex:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Unmap the file."""

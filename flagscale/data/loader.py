@@ -57,10 +57,9 @@ def prepare_indexes(config: Config) -> dict[str, Path]:
     for split, path in paths.items():
         if path is not None:
             source = open_source(config, path)
-            index = SampleIndex.open(source, config.data.cache_path)
-            index.check_lengths(config.model.seq_length)
-            index.close()
-            indexes[split] = source.index_path(config.data.cache_path)
+            with SampleIndex.open(source, config.data.cache_path) as index:
+                index.check_lengths(config.model.seq_length)
+                indexes[split] = index.path
     return indexes
 
 
@@ -164,11 +163,12 @@ class DataPipeline:
             yield from self._timed(self._read_steps(step, step + 1))
             return
         if self._prefetcher is None or self._next != (step, 0) or step == self._pause:
-            self._restart(step)
+            self._prefetcher = self._restart(step)
+        prefetcher = self._prefetcher
         for number in range(len(self._plan.batch.macro_batches)):
-            assert self._next == (step, number) and self._prefetcher is not None, "two steps are read at once"
+            assert self._next == (step, number), f"{self._next} is read, not {(step, number)}: finish a step first"
             start = time.perf_counter()
-            macro = self._prefetcher.get()
+            macro = prefetcher.get()
             self.wait_s += time.perf_counter() - start
             last = number + 1 == len(self._plan.batch.macro_batches)
             self._next = (step + 1, 0) if last else (step, number + 1)
@@ -184,12 +184,12 @@ class DataPipeline:
                 return
             yield macro
 
-    def _restart(self, step: int) -> None:
+    def _restart(self, step: int) -> Prefetcher[MacroBatch]:
         """Read ahead from `step` on."""
         self.close()
         end = self._pause if step < self._pause else self.num_batches
-        self._prefetcher = Prefetcher(self._read_steps(step, end), self._plan.config.data.prefetch)
         self._next = (step, 0)
+        return Prefetcher(self._read_steps(step, end), self._plan.config.data.prefetch)
 
     def _read_steps(self, first: int, end: int) -> Iterator[MacroBatch]:
         for step in range(first, end):

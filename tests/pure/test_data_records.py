@@ -1,0 +1,107 @@
+"""Lines of a source, in the forms that are read and in those that are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flagscale.config.errors import UserError
+from flagscale.data.records import ImageSlot, Record, SampleError, Turn, parse_record
+
+GOOD_ANSWER = {"from": "gpt", "value": "3"}
+
+
+def read(**data: Any) -> Record:
+    return parse_record(json.dumps(data))
+
+
+def sharegpt(question: str, answer: str = "3", **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}], **more}
+
+
+def test_both_forms_give_the_same_record() -> None:
+    expected = Record(
+        "7",
+        (Turn("user", (ImageSlot(0), "and", ImageSlot(1), "which?")), Turn("assistant", ("3 1",))),
+        ("a.png", "b/c.png"),
+    )
+    images = ["a.png", "b/c.png"]
+    text = "<image>and<image>which?\n"
+    assert read(**sharegpt(text, " 3 1 ", images=images, id=7)) == expected
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "3 1"}]
+    assert read(messages=messages, images=images, id="7") == expected
+    parts = [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "and"},
+        {"type": "image_url", "image_url": {"url": "file://b/c.png"}},
+        {"type": "text", "text": "which?"},
+    ]
+    answer = [{"type": "text", "text": "3 1"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    assert read(messages=messages, id="7") == expected
+
+
+def test_llava_names_one_image_by_image() -> None:
+    record = read(**sharegpt("<image>\nWhich?", image="a.png"))
+    assert record.images == ("a.png",)
+    assert record.turns[0].parts == (ImageSlot(0), "\nWhich?")
+
+
+def test_image_parts_may_refer_to_the_list() -> None:
+    messages = [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]},
+        {"role": "assistant", "content": "3"},
+    ]
+    record = read(messages=messages, images=["a.png"])
+    assert record.images == ("a.png",)
+    assert [turn.role for turn in record.turns] == ["system", "user", "assistant"]
+
+
+def test_placeholders_count_on_over_the_turns() -> None:
+    turns = [
+        {"from": "human", "value": "<image>a"},
+        GOOD_ANSWER,
+        {"from": "human", "value": "b<image>"},
+        GOOD_ANSWER,
+    ]
+    record = read(conversations=turns, images=["a.png", "b.png"])
+    assert record.turns[2].parts == ("b", ImageSlot(1))
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ('{"conversations": [', "is not valid JSON"),
+        (b"\xff\xfe{}", "is not valid JSON"),
+        ("[1, 2]", "is a JSON list"),
+        ("{}", "has neither 'conversations' nor 'messages'"),
+        ('{"conversations": []}', "not a list with at least one turn"),
+        ('{"messages": "hello"}', "not a list with at least one turn"),
+        ('{"messages": [{"role": "user"}]}', "without 'role' and 'content'"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "content is a int"),
+        ('{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}', "type 'audio'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image", "image": 3}]}]}', "names 3"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant turn"),
+        (json.dumps(sharegpt("x", "  ")), "an assistant turn without text"),
+        (json.dumps(sharegpt("<image>x")), "1 '<image>' placeholder(s) and 0 image(s)"),
+        (json.dumps(sharegpt("x", images=["a.png"])), "0 '<image>' placeholder(s) and 1 image(s)"),
+        (json.dumps(sharegpt("<image><image>x", images=["a.png"])), "2 '<image>' placeholder(s) and 1 image(s)"),
+        (json.dumps(sharegpt("<image>x", images=[""])), "not a list of file names"),
+        (json.dumps(sharegpt("<image>x", images={"a": 1})), "not a list of file names"),
+        (json.dumps(sharegpt("x", videos=["a.mp4"])), "has videos"),
+        (json.dumps(sharegpt("x", "<image>3", images=["a.png"])), "outside the user's turns"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "images": ["b.png"]}',
+            "both in its parts and by",
+        ),
+    ],
+)
+def test_a_line_that_cannot_be_used_says_why(line: str | bytes, cause: str) -> None:
+    with pytest.raises(SampleError) as caught:
+        parse_record(line)
+    assert cause in str(caught.value)
+    assert isinstance(caught.value, UserError)
