@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -63,7 +64,7 @@ def check_triton(fla: str, triton: str | None, capability: tuple[int, int]) -> N
         )
 
 
-def _installer(device: torch.device, fla: bool):
+def _installer(device: torch.device, fla: bool) -> Callable[[], None]:
     def install() -> None:
         torch.cuda.set_device(device)
         if not fla:

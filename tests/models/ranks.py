@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flagscale.config.schema import ModelConfig
-from flagscale.models.qwen35.attention import PackedSequences
 from flagscale.models.qwen35.build import build_language, build_vision, tp_sum_params
 from flagscale.models.qwen35.language import LanguageModel, VisualRows
+from flagscale.models.qwen35.vision import VisionEncoder
 from flagscale.models.qwen35.weights import gather_canonical, load_canonical
 from flagscale.parallel.groups import Topology
 from flagscale.plan.layout import LANGUAGE, VISION, Grid
@@ -19,23 +21,21 @@ from flagscale.platforms import get_platform
 from tests.models.tiny import Batch
 
 
-def full_step(
-    model: ModelConfig, weights: dict[str, Tensor], batch: Batch, layout: dict[str, int], mtp_mask_BS: Tensor | None
-) -> dict[str, Any]:
-    """Vision, language, loss = sum(lm * mask) + sum(mtp * mtp_mask), backward through both.
+@contextmanager
+def built(
+    model: ModelConfig, layout: dict[str, int], weights: dict[str, Tensor] | None = None
+) -> Iterator[tuple[LanguageModel, VisionEncoder, Topology]]:
+    """Both modules on this rank.
 
     Args:
-        layout: tp, pp, vtp.
-        mtp_mask_BS: weights of the MTP losses.
-
-    Returns:
-        rows, losses (last stage) and gradients by Hugging Face name, each as far as this rank has them.
+        layout: tp, pp of the language model, vtp of the vision encoder.
+        weights: by Hugging Face name; None leaves the initial ones.
     """
     platform = get_platform("cpu")
     platform.install()
     world = dist.get_world_size()
     grids = {
-        LANGUAGE: Grid(tp=layout["tp"], pp=layout["pp"]),
+        LANGUAGE: Grid(tp=layout["tp"], pp=layout["pp"], dp=world // layout["tp"] // layout["pp"]),
         VISION: Grid(tp=layout["vtp"], dp=world // layout["vtp"]),
     }
     topology = Topology.build(grids, seed=1)
@@ -43,22 +43,43 @@ def full_step(
         groups = topology.groups
         language = build_language(model, grids[LANGUAGE], groups[LANGUAGE], bf16=False, platform=platform)
         vision = build_vision(model, grids[VISION], groups[VISION], bf16=False, platform=platform)
-        for module in (language, vision):
-            load_canonical(module, model, weights.__getitem__)
+        if weights is not None:
+            for module in (language, vision):
+                load_canonical(module, model, weights.__getitem__)
+        yield language, vision, topology
+    finally:
+        topology.destroy()
+
+
+def full_step(
+    model: ModelConfig, weights: dict[str, Tensor], batch: Batch, layout: dict[str, int], sum_over_tp: bool = True
+) -> dict[str, Any]:
+    """Vision, language, loss = sum(lm * mask) + sum(mtp * mtp_mask), backward through both.
+
+    Args:
+        sum_over_tp: whether gradients that are sums over tensor parallel ranks are summed; False breaks them.
+
+    Returns:
+        rows, logits (without pipeline), losses (last stage) and gradients by Hugging Face name, as this rank has them.
+    """
+    with built(model, layout, weights) as (language, vision, topology):
+        groups = topology.groups
         rows_VD = vision(batch.pixels_PC, batch.grid_hw)
         leaf_VD = rows_VD.detach().requires_grad_()
         visual = visual_rows(leaf_VD, batch, groups[LANGUAGE].tp, language.config.sequence_parallel)
-        losses = _language_step(language, batch, visual, mtp_mask_BS)
+        losses = _language_step(language, batch, visual)
         _collect_row_gradient(leaf_VD, groups[LANGUAGE], language.config.sequence_parallel)
         rows_VD.backward(leaf_VD.grad)
         gradients = {}
         for module in (language, vision):
-            for param in tp_sum_params(module):
+            for param in tp_sum_params(module) if sum_over_tp else []:
                 dist.all_reduce(param.grad, group=module.tp_group)
             gradients.update(gather_canonical(module, model, "grad"))
-        return {"rows": rows_VD.detach(), "losses": losses, "gradients": gradients}
-    finally:
-        topology.destroy()
+        logits = None
+        if layout["pp"] == 1:
+            with torch.no_grad():
+                logits = language(batch.input_ids_BS, batch.position_ids_3BS, None, visual, None, _mask(batch))
+        return {"rows": rows_VD.detach(), "logits": logits, "losses": losses, "gradients": gradients}
 
 
 def visual_rows(rows_VD: Tensor, batch: Batch, tp_group: dist.ProcessGroup, sequence_parallel: bool) -> VisualRows:
@@ -76,9 +97,7 @@ def visual_rows(rows_VD: Tensor, batch: Batch, tp_group: dist.ProcessGroup, sequ
     return VisualRows(rows_VD, *lists)
 
 
-def _language_step(
-    language: LanguageModel, batch: Batch, visual: VisualRows, mtp_mask_BS: Tensor | None
-) -> tuple[Tensor, Tensor | None] | None:
+def _language_step(language: LanguageModel, batch: Batch, visual: VisualRows) -> tuple[Tensor, Tensor | None] | None:
     """Forward and backward over the pipeline stages, one microbatch, by hand."""
     pipeline = language.pp_group
     stages = dist.get_process_group_ranks(pipeline)
@@ -90,13 +109,12 @@ def _language_step(
         leaf = torch.empty(length // ranks, size, language.config.hidden_size)
         dist.recv(leaf, before)
         language.set_input_tensor(leaf.requires_grad_())
-    mask = None if batch.attention_mask_BS.all() else batch.attention_mask_BS
-    out = language(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, attention_mask_BS=mask)
+    out = language(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, None, _mask(batch))
     if language.post_process:
         lm_BS, mtp_BS = out
         loss = (lm_BS * batch.loss_mask_BS).sum()
-        if mtp_BS is not None and mtp_mask_BS is not None:
-            loss = loss + (mtp_BS * mtp_mask_BS).sum()
+        if mtp_BS is not None:
+            loss = loss + (mtp_BS * batch.mtp_mask_BS).sum()
         loss.backward()
         losses = (lm_BS.detach(), None if mtp_BS is None else mtp_BS.detach())
     else:
@@ -119,6 +137,6 @@ def _collect_row_gradient(leaf_VD: Tensor, groups: Any, sequence_parallel: bool)
         dist.all_reduce(leaf_VD.grad, group=groups.tp)
 
 
-def packed_of(lengths: list[int]) -> PackedSequences:
-    """Borders on the CPU."""
-    return PackedSequences.of(lengths, torch.device("cpu"))
+def _mask(batch: Batch) -> Tensor | None:
+    """Only padding on the left needs a mask."""
+    return None if batch.attention_mask_BS[:, 0].all() else batch.attention_mask_BS

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flagscale.config.schema import ModelConfig
 
@@ -93,20 +94,71 @@ def hf_config(model: ModelConfig) -> Any:
     )
 
 
-def hf_model(model: ModelConfig, weights: dict[str, Tensor]) -> Any:
-    """transformers' model in fp32 with these weights (it has no MTP layer)."""
-    from transformers import Qwen3_5ForConditionalGeneration
+class NextTokenPredictor(torch.nn.Module):
+    """Qwen3.5's MTP layer by its formula; transformers drops these weights.
 
-    config = hf_config(model)
-    config._attn_implementation = "sdpa"
-    reference = Qwen3_5ForConditionalGeneration(config).float().train()
-    missing, unexpected = reference.load_state_dict(
-        {name: value for name, value in weights.items() if not name.startswith("mtp.")}, strict=False
-    )
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}, missing
-    reference.tie_weights()
-    return reference
+    fc([norm(embedding of the next token), norm(hidden)]), one attention layer, norm; the caller applies the head.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
+
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = torch.nn.Linear(2 * width, width, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            hf.Qwen3_5RMSNorm(width, eps) for _ in range(3)
+        )
+        self.layers = torch.nn.ModuleList([hf.Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
+
+    def forward(self, next_BSD: Tensor, hidden_BSD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """[B, S, D] hidden states for the token after the next."""
+        joined = torch.cat((self.pre_fc_norm_embedding(next_BSD), self.pre_fc_norm_hidden(hidden_BSD)), -1)
+        return self.norm(self.layers[0](self.fc(joined), position_embeddings=rotary))
+
+
+class Reference(torch.nn.Module):
+    """transformers' model, with the MTP layer beside it; parameters have their checkpoint names."""
+
+    def __init__(self, model: ModelConfig, weights: dict[str, Tensor]) -> None:
+        from transformers import Qwen3_5ForConditionalGeneration
+
+        super().__init__()
+        config = hf_config(model)
+        config._attn_implementation = "sdpa"
+        config.text_config._attn_implementation = "sdpa"
+        whole = Qwen3_5ForConditionalGeneration(config).float()
+        self.model, self.lm_head = whole.model, whole.lm_head
+        if model.mtp_num_layers:
+            self.mtp = NextTokenPredictor(config.text_config)
+        missing, unexpected = self.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}, missing  # tied
+
+    def forward(self, batch: Batch) -> dict[str, Tensor | None]:
+        """Visual rows, logits, and the losses of the next token and of the one after it."""
+        text = self.model.language_model
+        embedding_BSD = text.embed_tokens(batch.input_ids_BS)
+        rows_VD = None
+        if batch.grid_hw:
+            grid = torch.tensor([[1, h, w] for h, w in batch.grid_hw])
+            rows_VD = self.model.visual(batch.pixels_PC, grid).pooler_output
+            visual_BS1 = (batch.kind_BS > 0).unsqueeze(-1)
+            embedding_BSD = embedding_BSD.masked_scatter(visual_BS1, rows_VD)
+        hidden_BSD = text(
+            inputs_embeds=embedding_BSD,
+            position_ids=batch.position_ids_3BS,
+            attention_mask=batch.attention_mask_BS.long(),
+            use_cache=False,
+        ).last_hidden_state
+        logits = self.lm_head(hidden_BSD)
+        lm_BS = functional.cross_entropy(logits.transpose(1, 2), batch.labels_BS, reduction="none")
+        mtp_BS = None
+        if hasattr(self, "mtp"):
+            rotary = text.rotary_emb(hidden_BSD, batch.position_ids_3BS)
+            ahead = self.lm_head(self.mtp(embedding_BSD.roll(-1, 1), hidden_BSD, rotary))
+            mtp_BS = functional.cross_entropy(ahead.transpose(1, 2), batch.labels_BS.roll(-1, 1), reduction="none")
+        return {"rows": rows_VD, "logits": logits, "lm": lm_BS, "mtp": mtp_BS}
 
 
 def random_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
@@ -121,75 +173,103 @@ def random_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
+Piece = int | tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Padded samples and their images.
 
     Attributes:
-        grid_hw: patches of each image, sample by sample.
+        kind_BS: 0 text and padding, 1 image, 2 video.
+        grid_hw: patches of each item (image, or frame group of a video), sample by sample.
         row_of_V: row s * B + b of each visual token in the flattened [S, B, D] embedding.
+        mtp_mask_BS: weight of the loss of the token after the next.
     """
 
     input_ids_BS: Tensor
     labels_BS: Tensor
+    kind_BS: Tensor
     position_ids_3BS: Tensor
     attention_mask_BS: Tensor
     loss_mask_BS: Tensor
+    mtp_mask_BS: Tensor
     pixels_PC: Tensor
     grid_hw: list[tuple[int, int]]
     row_of_V: Tensor
 
 
-def make_batch(
-    model: ModelConfig, samples: list[list[int | tuple[int, int]]], *, left: bool = False, multiple: int = 1
-) -> Batch:
-    """Random samples; a number is that many text tokens, a pair an image of that patch grid between its marks.
+def make_batch(model: ModelConfig, samples: list[list[Piece]], *, left: bool = False, multiple: int = 1) -> Batch:
+    """Random samples, padded at the end, or at the start with `left`, to a multiple of `multiple`.
 
-    Padded at the end, or at the start with `left`, to a multiple of `multiple`.
+    A number is that many text tokens; a pair an image of that patch grid between its marks; a triple a video of so
+    many frame groups, each after a time stamp of two tokens.
     """
     generator = torch.Generator().manual_seed(0)
-    merge = model.vision_spatial_merge_size
-    rows, grids = [], []
+    rows, grids, videos = [], [], []
     for sample in samples:
         ids: list[int] = []
         for piece in sample:
             if isinstance(piece, int):
                 ids += torch.randint(1, 240, (piece,), generator=generator).tolist()
-            else:
-                tokens = piece[0] * piece[1] // merge**2
-                ids += [model.vision_start_token_id] + [model.image_token_id] * tokens + [model.vision_end_token_id]
-                grids.append(piece)
+                continue
+            frames, token = (1, model.image_token_id) if len(piece) == 2 else (piece[0], model.video_token_id)
+            h, w = piece[-2:]
+            for _ in range(frames):
+                ids += [7, 8] if len(piece) == 3 else []
+                run = [token] * (h * w // model.vision_spatial_merge_size**2)
+                ids += [model.vision_start_token_id, *run, model.vision_end_token_id]
+                grids.append((h, w))
+            if len(piece) == 3:
+                videos.append(piece)
         rows.append(ids)
     length = -(-max(map(len, rows)) // multiple) * multiple
     pad = [0] * length
     ids_BS = torch.tensor([(pad + ids)[-length:] if left else (ids + pad)[:length] for ids in rows])
-    mask_BS = ids_BS != 0
-    labels_BS = ids_BS.roll(-1, 1)
-    loss_mask_BS = (mask_BS & mask_BS.roll(-1, 1)).float()
+    real_BS = ids_BS != 0
+    kind_BS = (ids_BS == model.image_token_id).int() + 2 * (ids_BS == model.video_token_id).int()
+    loss_mask_BS = (real_BS & real_BS.roll(-1, 1)).float()
     loss_mask_BS[:, -1] = 0.0
+    mtp_mask_BS = loss_mask_BS.roll(-1, 1) * 0.3
+    mtp_mask_BS[:, -1] = 0.0
     columns = 3 * model.vision_temporal_patch_size * model.vision_patch_size**2
-    pixels = torch.randn(sum(h * w for h, w in grids), columns, generator=generator)
-    b_V, s_V = (ids_BS == model.image_token_id).nonzero(as_tuple=True)
+    b_V, s_V = (kind_BS > 0).nonzero(as_tuple=True)
     return Batch(
-        ids_BS, labels_BS, positions(model, ids_BS, mask_BS, grids), mask_BS, loss_mask_BS, pixels, grids,
-        s_V * len(samples) + b_V,
+        input_ids_BS=ids_BS,
+        labels_BS=ids_BS.roll(-1, 1),
+        kind_BS=kind_BS,
+        position_ids_3BS=positions(model, ids_BS, kind_BS, grids, videos),
+        attention_mask_BS=real_BS,
+        loss_mask_BS=loss_mask_BS,
+        mtp_mask_BS=mtp_mask_BS,
+        pixels_PC=torch.randn(sum(h * w for h, w in grids), columns, generator=generator),
+        grid_hw=grids,
+        row_of_V=s_V * len(samples) + b_V,
     )
 
 
-def positions(model: ModelConfig, ids_BS: Tensor, mask_BS: Tensor, grid_hw: list[tuple[int, int]]) -> Tensor:
-    """transformers' own position index; 1 in the padding."""
+def positions(
+    model: ModelConfig,
+    ids_BS: Tensor,
+    kind_BS: Tensor,
+    grids: list[tuple[int, int]],
+    videos: list[tuple[int, int, int]],
+) -> Tensor:
+    """transformers' own [3, B, S] position index. A batch has either images, or videos of one sample after them."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
-    merge = model.vision_spatial_merge_size
+    images = grids[: len(grids) - sum(frames for frames, _, _ in videos)]
 
     class Host:
         config = hf_config(model)
         get_vision_position_ids = Qwen3_5Model.get_vision_position_ids
 
-    grid = torch.tensor([[1, h, w] for h, w in grid_hw]) if grid_hw else None
-    assert merge == Host.config.vision_config.spatial_merge_size
     positions_3BS, _ = Qwen3_5Model.get_rope_index(
-        Host(), input_ids=ids_BS, mm_token_type_ids=(ids_BS == model.image_token_id).int(), image_grid_thw=grid,
-        attention_mask=mask_BS.long(),
+        Host(),
+        input_ids=ids_BS,
+        mm_token_type_ids=kind_BS,
+        image_grid_thw=torch.tensor([[1, h, w] for h, w in images]) if images else None,
+        video_grid_thw=torch.tensor(videos) if videos else None,
+        attention_mask=(ids_BS != 0).long(),
     )
     return positions_3BS

@@ -111,9 +111,7 @@ def vision_block(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.no_mask},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=use.column, core_attention=CoreAttention, linear_proj=use.row
-        ),
+        submodules=SelfAttentionSubmodules(linear_qkv=use.column, core_attention=CoreAttention, linear_proj=use.row),
     )
     layer = _layer(attention, use.layer_norm, _mlp(use))
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers)

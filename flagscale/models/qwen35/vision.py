@@ -41,9 +41,7 @@ class VisionEncoder(MegatronModule):
         self.position_table = torch.nn.Parameter(
             torch.empty(model.vision_num_position_embeddings, config.hidden_size, **like)
         )
-        self.blocks = TransformerBlock(
-            config, spec.vision_block(config), post_layer_norm=False, pg_collection=groups
-        )
+        self.blocks = TransformerBlock(config, spec.vision_block(config), post_layer_norm=False, pg_collection=groups)
         self.merger = PatchMerger(model, config, groups)
 
     def forward(self, pixels_PC: Tensor, grid_hw: list[tuple[int, int]]) -> Tensor:
