@@ -69,6 +69,10 @@ def checked(info: FieldInfo, value: Any) -> Any:
     Raises:
         ConfigError: for a wrong type, a value that is no choice, or a number below the smallest allowed.
     """
+    if value == "???":  # OmegaConf's mark for a value that whoever uses the file must give
+        raise ConfigError(
+            info.home, value, f"must be given ({info.meaning})", "set it in your YAML file or command line"
+        )
     try:
         value = coerce(value, info.annotation)
     except TypeError as error:

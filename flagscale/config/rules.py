@@ -187,15 +187,15 @@ def learning_rates_are_ordered(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(f"model.optimizer.{name}", value, "must be below 1", "use a value such as 0.9")
 
 
-def warmup_ends_before_the_run(config: Config) -> Iterator[ConfigError]:
-    """The warm-up is a part of the run."""
-    warmup, iterations = config.model.optimizer.lr_warmup_iters, config.model.train_iters
-    if warmup and warmup >= iterations and iterations > 1:
+def warmup_ends_before_the_decay(config: Config) -> Iterator[ConfigError]:
+    """The learning rate has to reach its peak before its decay ends."""
+    warmup, decay = config.model.optimizer.lr_warmup_iters, config.model.optimizer.lr_decay_iters
+    if decay is not None and warmup >= decay:
         yield ConfigError(
             "model.optimizer.lr_warmup_iters",
             warmup,
-            f"must be below train_iters {iterations}",
-            "shorten the warm-up or train longer",
+            f"must be below lr_decay_iters {decay}",
+            "shorten the warm-up or decay for longer",
         )
 
 
@@ -298,7 +298,7 @@ RULES: tuple[Rule, ...] = (
     pixel_bounds_are_ordered,
     largest_image_is_a_token,
     learning_rates_are_ordered,
-    warmup_ends_before_the_run,
+    warmup_ends_before_the_decay,
     something_is_trained,
     validation_has_data,
     tokenizer_folder_is_given,

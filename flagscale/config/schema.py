@@ -121,6 +121,12 @@ class OptimizerConfig:
     lr: float = key(1e-3, "peak learning rate", minimum=0)
     min_lr: float = key(0.0, "learning rate at the end of the decay", minimum=0)
     lr_warmup_iters: int = key(0, "length of the linear warm-up", unit="iterations", minimum=0)
+    lr_decay_iters: int | None = key(
+        None,
+        "iteration at which the decay reaches min_lr; null decays to the end of the run",
+        unit="iterations",
+        minimum=1,
+    )
     lr_decay_style: str = key("cosine", "shape of the decay", choices=("cosine", "linear", "constant"))
     weight_decay: float = key(
         0.01, "AdamW weight decay of matrices; biases, norms and other vectors get none", minimum=0

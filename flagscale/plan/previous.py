@@ -16,22 +16,25 @@ ARCHITECTURE = (
     "vision_patch_size", "vision_temporal_patch_size", "vision_spatial_merge_size", "vision_num_position_embeddings",
 )  # fmt: skip
 """Keys of `model` that decide which tensors a checkpoint holds, and how they are read."""
+TRACES = ("checkpoints", "metrics.jsonl")
+"""What a run leaves as soon as it trained; a plan alone (`action=dryrun`) binds nobody."""
 
 
-def architecture_differences(config: Config, previous: Path) -> dict[str, tuple[Any, Any]]:
-    """Architecture keys whose value in the file `previous` differs: name -> (value there, value here).
+def architecture_differences(config: Config, exp_dir: Path) -> dict[str, tuple[Any, Any]]:
+    """Architecture keys whose value in the run that `exp_dir` holds differs: name -> (value there, value here).
 
-    Empty when there is no such file.
+    Empty when no run has trained there.
 
     Raises:
-        UserError: when the file is there and cannot be read.
+        UserError: when one has, and its `config.yaml` cannot be read.
     """
-    if not previous.is_file():
+    previous = exp_dir / "config.yaml"
+    if not previous.is_file() or not any((exp_dir / name).exists() for name in TRACES):
         return {}
     from omegaconf import OmegaConf
 
     try:
-        model = OmegaConf.select(OmegaConf.load(previous), "model", throw_on_missing=True)
+        model = OmegaConf.load(previous).model
         there = {name: model[name] for name in ARCHITECTURE if name in model}
     except Exception as error:  # a damaged file can fail in any way of the YAML reader
         raise UserError(

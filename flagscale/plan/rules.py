@@ -145,7 +145,7 @@ def processes_have_gpus(config: Config) -> Iterator[ConfigError]:
 def exp_dir_holds_this_model(config: Config) -> Iterator[ConfigError]:
     """A run is continued only with the model it was started with."""
     exp_dir = Path(config.experiment.exp_dir)
-    differences = architecture_differences(config, exp_dir / "config.yaml")
+    differences = architecture_differences(config, exp_dir)
     if differences:
         shown = ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in list(differences.items())[:3])
         yield ConfigError(
