@@ -49,8 +49,8 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, step: TrainStep, held_out: DataPipeline) -> Evaluation:
-    """Runs the held-out split's steps (at most eval_iters), without a trace in the training state.
+def evaluate(state: TrainState, step: TrainStep, held_out: DataPipeline, num_batches: int) -> Evaluation:
+    """Runs the first `num_batches` global batches of the held-out split, without a trace in the training state.
 
     Collective over the world. A sample that pads the last batch counts once.
     """
@@ -58,7 +58,7 @@ def evaluate(state: TrainState, step: TrainStep, held_out: DataPipeline) -> Eval
         module.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=state.platform.device)
     found: dict[int, Prediction] = {}
-    for index in range(held_out.num_steps):
+    for index in range(num_batches):
         for macro in held_out.step(index):
             _, rows = step.encode(macro)
             batches = step.on_device(macro)

@@ -56,7 +56,7 @@ class Training:
             self._iterate(step)
             done = self._progress["iteration"]
             if model.eval_interval and done % model.eval_interval == 0 and done < model.train_iters:
-                self._validate()
+                self._validate(model.eval_iters)
             if save_interval and done % save_interval == 0 and done < model.train_iters:
                 self._save()
         if first < model.train_iters:
@@ -110,10 +110,10 @@ class Training:
         groups = self._state.optimizer.param_groups
         return next((group["lr"] for group in groups if group["default_config"]), groups[0]["lr"])
 
-    def _validate(self) -> Evaluation | None:
+    def _validate(self, num_batches: int) -> Evaluation | None:
         if self._held_out is None:
             return None
-        result = evaluate(self._state, self._step, self._held_out)
+        result = evaluate(self._state, self._step, self._held_out, min(num_batches, self._held_out.num_batches))
         if self._reporter is not None:
             self._reporter.metrics(
                 {
@@ -131,8 +131,8 @@ class Training:
         self._say(f"saved {path}")
 
     def _finish(self) -> None:
-        """Validates once more and draws."""
-        result = self._validate()
+        """Validates on the whole held-out split and draws."""
+        result = self._validate(self._held_out.num_batches) if self._held_out is not None else None
         if self._reporter is None:
             return
         plots = self._exp_dir / "plots"

@@ -55,7 +55,7 @@ class Reporter:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
     def __enter__(self) -> Self:
         return self

@@ -128,13 +128,14 @@ def build_optimizer(
 def build_scheduler(config: Config, optimizer: JointOptimizer) -> OptimizerParamScheduler:
     """Megatron-Core's learning-rate schedule; its step is one iteration."""
     keys = config.model.optimizer
+    decay_iters = keys.lr_decay_iters or max(config.model.train_iters, keys.lr_warmup_iters + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=keys.lr,
         min_lr=keys.min_lr,
         lr_warmup_steps=keys.lr_warmup_iters,
-        lr_decay_steps=config.model.train_iters,
+        lr_decay_steps=decay_iters,
         lr_decay_style=keys.lr_decay_style,
         start_wd=keys.weight_decay,
         end_wd=keys.weight_decay,
