@@ -1,0 +1,78 @@
+"""The package as pip installs it, outside the checkout: shipped YAML is found, paths start at the user's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagscale.config.layers import shipped_folder
+from flagscale.config.loading import load
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with the package as a wheel lays it out: `configs/` is inside, as `flagscale/_configs`."""
+    target = tmp_path / "site-packages"
+    shutil.copytree(CHECKOUT / "flagscale", target / "flagscale", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(CHECKOUT / "configs", target / "flagscale/_configs")
+    return target
+
+
+def dryrun(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed program, started in `cwd`."""
+    program = "import sys; from flagscale.run import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", program, "action=dryrun", *arguments],
+        capture_output=True, text=True, cwd=cwd, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(site)},
+    )  # fmt: skip
+
+
+def test_an_installed_package_needs_no_checkout(site: Path, tmp_path: Path) -> None:
+    user, elsewhere = tmp_path / "user", tmp_path / "elsewhere"
+    (user / "conf").mkdir(parents=True)
+    elsewhere.mkdir()
+    (user / "pyproject.toml").touch()
+    (user / "conf/mine.yaml").write_text("model: {global_batch_size: 16}\ndata: {valid_path: here.jsonl}\n")
+    (user / "here.jsonl").touch()
+    (user / "data/digits").mkdir(parents=True)
+    (user / "data/digits/train.jsonl").touch()
+
+    done = dryrun(site, elsewhere, "--config-path", str(user / "conf"), "--config-name", "mine")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((user / "outputs/qwen35_mimo/plan.json").read_text())
+    assert plan["config"]["data"]["train_path"] == str(user / "data/digits/train.jsonl")
+    assert plan["config"]["data"]["valid_path"] == str(user / "here.jsonl")
+    assert str(site / "flagscale/train/megatron/train_qwen35.py") in plan["command"]
+
+    alone = dryrun(site, elsewhere, "--config-name", "qwen35_mimo")
+    assert alone.returncode == 2
+    assert str(elsewhere / "data/digits/train.jsonl") in alone.stderr
+    assert "Traceback" not in alone.stderr
+
+
+@pytest.mark.parametrize("path", sorted((CHECKOUT / "examples").rglob("conf/*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_composes_and_breaks_no_rule_but_missing_data(path: Path) -> None:
+    from flagscale.config.rules import field_errors
+    from flagscale.plan.rules import world_errors
+
+    loaded = load(path.stem, path.parent)
+    errors = [*field_errors(loaded.config), *world_errors(loaded.config)]
+    assert [str(error) for error in errors if not error.key.endswith("_path")] == []
+    assert Path(loaded.config.experiment.exp_dir).name == path.stem, "a recipe writes into a folder of its own name"
+
+
+def test_the_shipped_groups() -> None:
+    assert {path.name for path in shipped_folder().iterdir() if path.is_dir()} == {
+        "data",
+        "model",
+        "optimizer",
+        "runner",
+    }
