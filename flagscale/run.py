@@ -60,6 +60,12 @@ def _main(argv: list[str]) -> int:
 
 
 def _dispatch(loaded: Loaded, action: str) -> int:
+    from flagscale.runner import attend, dispatch
+
+    if action in ("stop", "query"):
+        # Unchecked: a running job must stay within reach when its data or the layout in the YAML has changed since.
+        return attend(loaded.config, action)
+
     from flagscale.plan.build import checked_plan
     from flagscale.plan.notes import notes
     from flagscale.plan.report import show_plan
@@ -67,13 +73,10 @@ def _dispatch(loaded: Loaded, action: str) -> int:
     from flagscale.runner.render import torchrun_command
 
     plan = checked_plan(loaded, torchrun_command)
-    if action in ("run", "dryrun", "test"):
-        show_plan(plan, notes(loaded, plan))
+    show_plan(plan, notes(loaded, plan))
     if action == "dryrun":
         save_run_files(plan)
         return 0
-    from flagscale.runner import dispatch
-
     return dispatch(plan, action)
 
 

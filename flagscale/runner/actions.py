@@ -21,28 +21,36 @@ TEST_ITERATIONS = 3
 
 
 def dispatch(plan: ExperimentPlan, action: str, cwd: Path | None = None) -> int:
-    """Carry out an action and return the exit code of the program.
+    """Start a job (`run`) or try it (`test`), and return the exit code of the program.
 
     Args:
         plan: checked; its paths are absolute.
-        action: run, test, stop or query.
+        action: run or test.
         cwd: folder the job runs in; by default the current one.
 
     Raises:
-        UserError: when a job runs in the folder already, or the runner cannot do what is asked.
+        UserError: when a job runs in the folder already, or cannot be started.
     """
-    workdir = (cwd or Path.cwd()).resolve()
-    exp_dir = plan.exp_dir
-    console = Console(sys.stdout)
-    if action == "run":
-        return _run(plan, workdir, console)
-    if action == "test":
-        return _test(plan, workdir, console)
-    if action == "stop":
-        return control.stop(exp_dir, plan.config.experiment.runner.stop_grace, console)
+    assert action in ("run", "test"), f"no job is started by action {action!r}"
+    start = _run if action == "run" else _test
+    return start(plan, (cwd or Path.cwd()).resolve(), Console(sys.stdout))
+
+
+def attend(config: Config, action: str) -> int:
+    """Query or stop the run in the configuration's folder, and return the exit code of the program.
+
+    Args:
+        config: only its folder and grace count, so it need not fit the machine or the data.
+        action: query or stop.
+
+    Raises:
+        UserError: when the run is on another machine.
+    """
+    assert action in ("query", "stop"), f"no job is attended by action {action!r}"
+    exp_dir, console = Path(config.experiment.exp_dir), Console(sys.stdout)
     if action == "query":
         return control.query(exp_dir, console)
-    raise ValueError(f"action {action!r} is not one of run, test, stop, query")
+    return control.stop(exp_dir, config.experiment.runner.stop_grace, console)
 
 
 def _run(plan: ExperimentPlan, workdir: Path, console: Console) -> int:

@@ -56,6 +56,14 @@ def test_test_action_leaves_nothing(command: list[str], tmp_path: Path, monkeypa
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+def test_query_and_stop_need_no_valid_plan(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").unlink()
+    for action, words in (("query", "never started"), ("stop", "nothing to stop")):
+        code, output = finish(start(command, f"action={action}", "model.global_batch_size=7"))
+        assert (code, words in output) == (0, True), output
+    assert not (tmp_path / "a run").exists()
+
+
 def test_rank_that_raises(command: list[str], tmp_path: Path) -> None:
     code, output = finish(start(command, "+experiment.envs.TINY_MODE=raise"))
     exp_dir = tmp_path / "a run"
