@@ -95,30 +95,29 @@ def find_home(path: tuple[str, ...]) -> str | None:
     at their home only.
     """
     dotted = ".".join(path)
-    if dotted in all_fields():
+    if dotted in all_fields() or dotted.startswith(FREE + "."):
         return dotted
-    if path[: FREE.count(".") + 1] == tuple(FREE.split(".")):
-        return dotted
-    inner = path[1:] if path[0] == "train" else path
-    if path[0] != "train" and path[0] not in SECTIONS:
-        return None
-    if inner and inner[0] in SECTIONS:
-        inner = inner[1:]
-    return short_names().get(".".join(part for part in inner if part not in GROUPINGS))
+    short = _short_name(path)
+    return None if short is None else short_names().get(short)
 
 
 def is_section(path: tuple[str, ...]) -> bool:
     """Whether a mapping at `path` groups keys, rather than being the value of one."""
+    short = _short_name(path)
+    if short is not None:
+        return not short or any(name.startswith(short + ".") for name in short_names())
+    dotted = ".".join(path)
+    return dotted == FREE or any(home.startswith(dotted + ".") for home in all_fields())
+
+
+def _short_name(path: tuple[str, ...]) -> str | None:
+    """What is left of a path without `train`, section and groupings; None for one outside of them."""
     inner = path[1:] if path[0] == "train" else path
     if inner and inner[0] in SECTIONS:
         inner = inner[1:]
-        rest = ".".join(part for part in inner if part not in GROUPINGS)
-        return not rest or any(name.startswith(rest + ".") for name in short_names())
-    if path[0] == "train":
-        rest = ".".join(part for part in inner if part not in GROUPINGS)
-        return not rest or any(name.startswith(rest + ".") for name in short_names())
-    dotted = ".".join(path)
-    return dotted == FREE or any(home.startswith(dotted + ".") for home in all_fields())
+    elif path[0] != "train":
+        return None
+    return ".".join(part for part in inner if part not in GROUPINGS)
 
 
 def nearest(path: tuple[str, ...], count: int = 3) -> list[str]:

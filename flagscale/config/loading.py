@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flagscale.config.build import build_config
-from flagscale.config.canonical import COMMAND_LINE, DELETED, Setting, settings_of
+from flagscale.config.canonical import DELETED, Setting, settings_of
 from flagscale.config.errors import ConfigError, UserError, UserErrors, raise_all
 from flagscale.config.fields import FREE, all_fields
 from flagscale.config.layers import Composer, parse_overrides
@@ -152,6 +152,3 @@ def located(error: UserError, history: dict[str, list[Setting]]) -> UserError:
     if not isinstance(error, ConfigError) or error.origin or error.key not in history:
         return error
     return error.at(history[error.key][-1].origin)
-
-
-__all__ = ["COMMAND_LINE", "Loaded", "load", "located"]

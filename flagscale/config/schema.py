@@ -107,7 +107,11 @@ class LoggingConfig:
 class SystemConfig:
     """The machine and the bookkeeping around training."""
 
-    platform: str = key("auto", "device and kernels", choices=("auto", "cpu", "cuda"))
+    platform: str = key(
+        "auto",
+        "device and kernels; auto: cuda when every process has a GPU of its own, else cpu",
+        choices=("auto", "cpu", "cuda"),
+    )
     bf16: bool = key(False, "compute in bfloat16 with fp32 master weights; false computes in fp32")
     threads_per_rank: int | None = key(None, "CPU threads of a rank; null divides the cores by the ranks", minimum=1)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from flagscale.config.loading import Loaded
+from flagscale.plan.devices import visible_gpus
 from flagscale.plan.plan import ExperimentPlan
 
 Note = Callable[[Loaded, ExperimentPlan], Iterator[str]]
@@ -66,6 +67,15 @@ def factor_exceeds_step(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
         )
 
 
+def auto_platform_lacks_gpus(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """GPUs are there and stay unused, because processes do not share one."""
+    gpus, processes = 0, plan.config.experiment.runner.nproc_per_node
+    if plan.config.system.platform == "auto":
+        gpus = visible_gpus()
+    if 0 < gpus < processes:
+        yield f"system.platform=auto: {processes} processes and {gpus} visible GPUs, so the run is on the CPU"
+
+
 NOTES: tuple[Note, ...] = (
     unified_ignores_vision_layout,
     sequence_parallel_needs_tp,
@@ -74,6 +84,7 @@ NOTES: tuple[Note, ...] = (
     builtin_tokenizer_ignores_path,
     validation_off,
     factor_exceeds_step,
+    auto_platform_lacks_gpus,
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -107,8 +108,6 @@ class ExperimentPlan:
 
     def to_tree(self) -> dict[str, Any]:
         """The plan as JSON-ready data; what can be derived from other entries is repeated for readers and tools."""
-        import shlex
-
         batch = {name: getattr(self.batch, name) for name in BatchPlan.__dataclass_fields__}
         return {
             "world_size": self.world_size,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from flagscale.platforms.platform import CPU, CUDA, Platform
@@ -10,13 +12,14 @@ __all__ = ["CPU", "CUDA", "Platform", "get_platform"]
 
 
 def get_platform(name: str = "auto") -> Platform:
-    """The platform called `name`; `auto` is CUDA when this process sees a GPU, else CPU.
+    """The platform called `name`; `auto` is CUDA when every process of this machine has a GPU of its own, else CPU.
 
     Raises:
         flagscale.config.errors.UserError: CUDA is asked for and absent, or a kernel library there gives wrong results.
     """
     if name == "auto":
-        name = CUDA if torch.cuda.is_available() else CPU
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+        name = CUDA if torch.cuda.device_count() >= processes else CPU
     if name == CPU:
         from flagscale.platforms.cpu import cpu_platform
 

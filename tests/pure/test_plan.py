@@ -275,6 +275,21 @@ class TestGpus:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert devices.visible_gpus() == count
 
+    def test_unused_gpus_are_mentioned(
+        self, project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tool = project.folder / "bin/nvidia-smi"
+        tool.parent.mkdir(parents=True)
+        tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-abc)'\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        project.write("defaults: [/qwen35_mimo, _self_]\n")
+        assert project.run() == 0
+        assert "4 processes and 1 visible GPUs, so the run is on the CPU" in capsys.readouterr().out
+        assert project.run("system.platform=cuda") == 2
+        assert "visible GPUs, 1" in capsys.readouterr().err
+
     def test_no_driver(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         assert devices.visible_gpus() == 0
