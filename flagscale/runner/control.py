@@ -30,8 +30,7 @@ def query(exp_dir: Path, console: Console) -> int:
     values = last_metrics(exp_dir / "metrics.jsonl")
     if values is not None:
         seconds_left = (record.train_iters - int(values["iteration"])) * float(values["iteration_time_s"])
-        line = progress_line(values, record.train_iters, seconds_left)
-        console.line(line if record.is_alive else line.rpartition(" | ETA")[0])
+        console.line(progress_line(values, record.train_iters, seconds_left if record.is_alive else None))
     return 0
 
 

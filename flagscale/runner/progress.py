@@ -131,6 +131,8 @@ class Progress:
             text = progress_line(values, self._train_iters, seconds_left)
             self._console.status(text, important=is_last or self._is_first)
             self._is_first = False
+        if is_last:
+            self._console.keep_status()
 
 
 def parse_metrics(line: str) -> dict[str, Any] | None:
@@ -142,21 +144,23 @@ def parse_metrics(line: str) -> dict[str, Any] | None:
     return values if isinstance(values, dict) and "iteration" in values else None
 
 
-def progress_line(values: Mapping[str, Any], train_iters: int, seconds_left: float) -> str:
-    """The line of one iteration: only what the trainer reported, in a fixed order."""
+def progress_line(values: Mapping[str, Any], train_iters: int, seconds_left: float | None) -> str:
+    """The line of one iteration: what the trainer reported, what matters most first, since terminals may be narrow."""
     parts = [f"iteration {values['iteration']}/{train_iters}"]
+    if seconds_left is not None:
+        parts.append(f"ETA {duration(seconds_left)}")
     parts += [
-        label.format(float(values[name]))
-        for name, label in (
+        form.format(float(values[name]))
+        for name, form in (
             ("lm_loss", "loss {:.4f}"),
-            ("mtp_1_loss", "mtp {:.4f}"),
             ("grad_norm", "grad norm {:.3f}"),
             ("iteration_time_s", "{:.2f} s/step"),
             ("samples_per_s", "{:.1f} samples/s"),
+            ("mtp_1_loss", "mtp {:.4f}"),
         )
         if values.get(name) is not None
     ]
-    return " | ".join([*parts, f"ETA {duration(seconds_left)}"])
+    return " | ".join(parts)
 
 
 def validation_line(values: Mapping[str, Any]) -> str:

@@ -136,9 +136,9 @@ def test_console_survives_a_reader_that_leaves() -> None:
 def test_progress_line_has_only_what_was_reported() -> None:
     values = {"iteration": 3, "lm_loss": 1.23456, "mtp_1_loss": 2.0, "grad_norm": 0.5, "iteration_time_s": 0.25}
     assert progress_line({**values, "samples_per_s": 128.0}, 10, 61) == (
-        "iteration 3/10 | loss 1.2346 | mtp 2.0000 | grad norm 0.500 | 0.25 s/step | 128.0 samples/s | ETA 1:01"
+        "iteration 3/10 | ETA 1:01 | loss 1.2346 | grad norm 0.500 | 0.25 s/step | 128.0 samples/s | mtp 2.0000"
     )
-    assert progress_line({"iteration": 3, "mtp_1_loss": None}, 10, 0) == "iteration 3/10 | ETA 0:00"
+    assert progress_line({"iteration": 3, "mtp_1_loss": None}, 10, None) == "iteration 3/10"
 
 
 def test_validation_line_keeps_whole_numbers() -> None:

@@ -93,11 +93,11 @@ def test_job_that_ends_well(launch: Launch) -> None:
     code, output = launch.run("--iterations", "5", "--say", "accuracy 95 %")
     assert code == 0
     assert output.splitlines()[0].startswith(f"logs: {launch.exp_dir}/logs")
-    assert "iteration 5/5 | loss 0.2000" in output
+    assert "iteration 5/5 | ETA 0:00 | loss 0.2000" in output
     assert output.splitlines()[-1] == "accuracy 95 %"
     assert (launch.record.state, launch.record.exit_code) == ("finished", 0)
     assert "finished with exit code 0" in launch.query()
-    assert "iteration 5/5" in launch.query()
+    assert "iteration 5/5 | loss 0.2000" in launch.query()
 
 
 def test_exit_code_is_the_jobs(launch: Launch) -> None:
