@@ -40,13 +40,20 @@ def reference() -> Qwen3_5ForConditionalGeneration:
     """transformers' model of the same sizes."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
     text = {
-        "hidden_size": MODEL.hidden_size, "num_hidden_layers": MODEL.num_layers,
-        "intermediate_size": MODEL.ffn_hidden_size, "num_attention_heads": MODEL.num_attention_heads,
-        "num_key_value_heads": MODEL.num_query_groups, "head_dim": MODEL.kv_channels, "linear_num_key_heads": MODEL.linear_num_key_heads,
-        "linear_num_value_heads": MODEL.linear_num_value_heads, "linear_key_head_dim": MODEL.linear_key_head_dim,
-        "linear_value_head_dim": MODEL.linear_value_head_dim, "vocab_size": MODEL.vocab_size, "rope_parameters": rope,
+        "hidden_size": MODEL.hidden_size,
+        "num_hidden_layers": MODEL.num_layers,
+        "intermediate_size": MODEL.ffn_hidden_size,
+        "num_attention_heads": MODEL.num_attention_heads,
+        "num_key_value_heads": MODEL.num_query_groups,
+        "head_dim": MODEL.kv_channels,
+        "linear_num_key_heads": MODEL.linear_num_key_heads,
+        "linear_num_value_heads": MODEL.linear_num_value_heads,
+        "linear_key_head_dim": MODEL.linear_key_head_dim,
+        "linear_value_head_dim": MODEL.linear_value_head_dim,
+        "vocab_size": MODEL.vocab_size,
+        "rope_parameters": rope,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     vision = {
         "depth": MODEL.vision_num_layers, "hidden_size": MODEL.vision_hidden_size,
         "intermediate_size": MODEL.vision_ffn_hidden_size, "num_heads": MODEL.vision_num_attention_heads,
