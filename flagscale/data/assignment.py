@@ -126,7 +126,8 @@ def _longest_first(
 def _refine(owners: list[int], allowed: Sequence[tuple[int, ...]], costs: Sequence[int], num_owners: int) -> None:
     """Move or exchange items of the most loaded owner while that lowers the larger of the two loads, in place.
 
-    Longest-first alone leaves up to 1.2 max/mean on four log-normal items an owner; this brings it near 1.
+    Measured at four log-normal items an owner, none over a fair share (2193 draws): the worst max/mean falls from 1.066
+    to 1.044, the 99th percentile from 1.043 to 1.027.
     """
     loads = [0] * num_owners
     shares: list[set[int]] = [set() for _ in range(num_owners)]
@@ -141,13 +142,13 @@ def _refine(owners: list[int], allowed: Sequence[tuple[int, ...]], costs: Sequen
         if best is None:
             return
         give, take, low = best
-        for i, source, target in ((give, high, low), (take, low, high)):
-            if i is not None:
-                shares[source].remove(i)
-                shares[target].add(i)
-                loads[source] -= costs[i]
-                loads[target] += costs[i]
-                owners[i] = target
+        moves = [(give, high, low)] if take is None else [(give, high, low), (take, low, high)]
+        for i, source, target in moves:
+            shares[source].remove(i)
+            shares[target].add(i)
+            loads[source] -= costs[i]
+            loads[target] += costs[i]
+            owners[i] = target
 
 
 def _best_exchange(
@@ -163,7 +164,7 @@ def _best_exchange(
         gap = loads[high] - loads[low]
         if low == high or gap <= 0:
             continue
-        takes = [None, *sorted(i for i in shares[low] if high in allowed[i])]
+        takes: list[int | None] = [None, *sorted(i for i in shares[low] if high in allowed[i])]
         for give in sorted(i for i in shares[high] if low in allowed[i]):
             for take in takes:
                 moved = costs[give] - (0 if take is None else costs[take])

@@ -13,7 +13,7 @@ import fcntl
 import glob
 import hashlib
 import json
-import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,7 +111,7 @@ def build_index(source: Source, cache_path: str | Path | None = None) -> Path:
     with _locked(path):
         if path.is_file():
             return path
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             _write(source, temporary)
             temporary.replace(path)
@@ -124,7 +124,10 @@ def build_index(source: Source, cache_path: str | Path | None = None) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside an index; it is released by the system when the process dies."""
+    """Hold the lock beside an index; the system releases it when the process dies.
+
+    It saves work only: a file system without locks lets several builders write, each a file of its own, all alike.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(".lock").open("a")
@@ -133,7 +136,8 @@ def _locked(path: Path) -> Iterator[None]:
             f"data.cache_path: the index cannot be written to {path.parent} ({error.strerror}); name another folder"
         ) from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

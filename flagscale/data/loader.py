@@ -240,8 +240,13 @@ class DataPipeline:
             mask_BS[b, : length - 1] = encoded.is_target_T[1:]
             positions_3BS[:, b, :length] = rope_positions(length, encoded.placements, settings.merge_size)
         labels_BS[:, :-1] = ids_BS[:, 1:]
-        tensors = (torch.from_numpy(array) for array in (ids_BS, labels_BS, mask_BS, positions_3BS))
-        return TextBatch(*tensors, tuple(sample_ids))
+        return TextBatch(
+            input_ids_BS=torch.from_numpy(ids_BS),
+            labels_BS=torch.from_numpy(labels_BS),
+            loss_mask_BS=torch.from_numpy(mask_BS),
+            position_ids_3BS=torch.from_numpy(positions_3BS),
+            sample_ids=tuple(sample_ids),
+        )
 
     def shown(self, sample_id: int) -> ShownSample | None:
         """The sample for people; None unless it has one image and one question about it."""

@@ -103,9 +103,10 @@ def _json_object(line: bytes | str) -> dict[str, Any]:
 
 def _list(data: dict[str, Any], name: str) -> list[Any]:
     """The list under `name`."""
-    if not isinstance(data[name], list) or not data[name]:
+    value = data[name]
+    if not isinstance(value, list) or not value:
         raise SampleError(f"'{name}' is not a list with at least one turn; write the turns as a list")
-    return data[name]
+    return value
 
 
 def _listed_images(data: dict[str, Any]) -> tuple[str, ...]:
