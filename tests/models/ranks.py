@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flagscale.config.errors import UserError
 from flagscale.config.schema import ModelConfig
+from flagscale.models.qwen35.attention import PackedSequences
 from flagscale.models.qwen35.build import build_language, build_vision, tp_sum_params
 from flagscale.models.qwen35.language import LanguageModel, VisualRows
 from flagscale.models.qwen35.vision import VisionEncoder
@@ -52,12 +54,18 @@ def built(
 
 
 def full_step(
-    model: ModelConfig, weights: dict[str, Tensor], batch: Batch, layout: dict[str, int], sum_over_tp: bool = True
+    model: ModelConfig,
+    weights: dict[str, Tensor],
+    batch: Batch,
+    layout: dict[str, int],
+    sum_over_tp: bool = True,
+    lengths: list[int] | None = None,
 ) -> dict[str, Any]:
     """Vision, language, loss = sum(lm * mask) + sum(mtp * mtp_mask), backward through both.
 
     Args:
         sum_over_tp: whether gradients that are sums over tensor parallel ranks are summed; False breaks them.
+        lengths: of samples packed into the batch's one row.
 
     Returns:
         rows, logits (without pipeline), losses (last stage) and gradients by Hugging Face name, as this rank has them.
@@ -67,7 +75,8 @@ def full_step(
         rows_VD = vision(batch.pixels_PC, batch.grid_hw)
         leaf_VD = rows_VD.detach().requires_grad_()
         visual = visual_rows(leaf_VD, batch, groups[LANGUAGE].tp, language.config.sequence_parallel)
-        losses = _language_step(language, batch, visual)
+        packed = None if lengths is None else PackedSequences.of(lengths, torch.device("cpu"))
+        losses = _language_step(language, batch, visual, packed)
         _collect_row_gradient(leaf_VD, groups[LANGUAGE], language.config.sequence_parallel)
         rows_VD.backward(leaf_VD.grad)
         gradients = {}
@@ -78,7 +87,7 @@ def full_step(
         logits = None
         if layout["pp"] == 1:
             with torch.no_grad():
-                logits = language(batch.input_ids_BS, batch.position_ids_3BS, None, visual, None, _mask(batch))
+                logits = language(batch.input_ids_BS, batch.position_ids_3BS, None, visual, packed, _mask(batch))
         return {"rows": rows_VD.detach(), "logits": logits, "losses": losses, "gradients": gradients}
 
 
@@ -97,7 +106,9 @@ def visual_rows(rows_VD: Tensor, batch: Batch, tp_group: dist.ProcessGroup, sequ
     return VisualRows(rows_VD, *lists)
 
 
-def _language_step(language: LanguageModel, batch: Batch, visual: VisualRows) -> tuple[Tensor, Tensor | None] | None:
+def _language_step(
+    language: LanguageModel, batch: Batch, visual: VisualRows, packed: PackedSequences | None
+) -> tuple[Tensor, Tensor | None] | None:
     """Forward and backward over the pipeline stages, one microbatch, by hand."""
     pipeline = language.pp_group
     stages = dist.get_process_group_ranks(pipeline)
@@ -109,7 +120,7 @@ def _language_step(language: LanguageModel, batch: Batch, visual: VisualRows) ->
         leaf = torch.empty(length // ranks, size, language.config.hidden_size)
         dist.recv(leaf, before)
         language.set_input_tensor(leaf.requires_grad_())
-    out = language(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, None, _mask(batch))
+    out = language(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, packed, _mask(batch))
     if language.post_process:
         lm_BS, mtp_BS = out
         loss = (lm_BS * batch.loss_mask_BS).sum()
@@ -140,3 +151,33 @@ def _collect_row_gradient(leaf_VD: Tensor, groups: Any, sequence_parallel: bool)
 def _mask(batch: Batch) -> Tensor | None:
     """Only padding on the left needs a mask."""
     return None if batch.attention_mask_BS[:, 0].all() else batch.attention_mask_BS
+
+
+def held_weights(
+    model: ModelConfig, weights: dict[str, Tensor] | None, layout: dict[str, int]
+) -> dict[str, Tensor] | str:
+    """What this rank's tensor parallel group holds, loaded or initial; the message when loading refuses."""
+    try:
+        with built(model, layout, weights) as (language, vision, _):
+            return {**gather_canonical(language, model), **gather_canonical(vision, model)}
+    except UserError as error:
+        return str(error)
+
+
+def vision_alone(model: ModelConfig, batch: Batch) -> dict[str, Any]:
+    """A step of the vision encoder: gradients, how many tensors its forward kept, what the language model trains."""
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with built(model, {"tp": 1, "pp": 1, "vtp": 1}) as (language, vision, _):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            rows_VD = vision(batch.pixels_PC, batch.grid_hw)
+        rows_VD.square().sum().backward()
+        return {
+            "gradients": gather_canonical(vision, model, "grad"),
+            "kept": len(kept),
+            "language": sum(p.requires_grad for p in language.parameters()),
+        }

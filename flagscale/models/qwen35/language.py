@@ -151,7 +151,7 @@ class LanguageModel(GPTModel):
 
 
 def parallel_argmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Index of the largest logit over the whole vocabulary, the lowest one among equals; the last dimension is split."""
+    """Index of the largest logit over the whole vocabulary, the lowest among equals; the last dimension is split."""
     value, index = logits.max(dim=-1)
     best = value.clone()
     dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
