@@ -23,6 +23,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 SMALLEST_SIDE, LARGEST_SIDE = 64, 160  # pixels
+STRETCH = (0.8, 1.25)  # of each side, so that height and width differ
+FILLED = (0.8, 1.0)  # share of each side that the digit takes
 HELD_OUT = 297  # scans, of 1797
 RENDERINGS = 2  # files of a training scan; a held-out one has a single file
 MAX_IMAGE_TOKENS = 54  # of a sample, at 32 x 32 pixels a token: keeps every sample under 128 tokens
@@ -44,11 +46,11 @@ class Picture:
 
 
 def render(scan: np.ndarray, rng: np.random.Generator) -> Image.Image:
-    """A scan (8x8, 0..16) as a grey picture of random size, with the digit somewhere on an uneven background."""
-    sides = np.exp(rng.uniform(np.log(SMALLEST_SIDE), np.log(LARGEST_SIDE), size=2))
-    height, width = (int(side) for side in np.clip(np.rint(sides), SMALLEST_SIDE, LARGEST_SIDE))
-    room = min(height, width)
-    digit_h, digit_w = (int(room * share) for share in rng.uniform(0.8, 1.0, size=2))
+    """A scan (8x8, 0..16) as a grey picture of random size: the digit with some margin on an uneven background."""
+    side = np.exp(rng.uniform(np.log(SMALLEST_SIDE), np.log(LARGEST_SIDE)))
+    sides = np.clip(np.rint(side * rng.uniform(*STRETCH, size=2)), SMALLEST_SIDE, LARGEST_SIDE)
+    height, width = (int(side) for side in sides)
+    digit_h, digit_w = (int(side * share) for side, share in zip(sides, rng.uniform(*FILLED, size=2), strict=True))
     ink = Image.fromarray((scan * (255 / 16)).astype(np.uint8)).resize((digit_w, digit_h), Image.Resampling.BICUBIC)
     top, left = int(rng.integers(0, height - digit_h + 1)), int(rng.integers(0, width - digit_w + 1))
     background = rng.uniform(0, 50)
