@@ -30,7 +30,7 @@ def built(
     """Both modules on this rank.
 
     Args:
-        layout: tp, pp of the language model, vtp of the vision encoder.
+        layout: tp, pp of the language model, vtp of the vision encoder, bf16 (default fp32).
         weights: by Hugging Face name; None leaves the initial ones.
     """
     platform = get_platform("cpu")
@@ -43,8 +43,10 @@ def built(
     topology = Topology.build(grids, seed=1)
     try:
         groups = topology.groups
-        language = build_language(model, grids[LANGUAGE], groups[LANGUAGE], bf16=False, platform=platform)
-        vision = build_vision(model, grids[VISION], groups[VISION], bf16=False, platform=platform)
+        language = build_language(
+            model, grids[LANGUAGE], groups[LANGUAGE], bf16=layout.get("bf16", False), platform=platform
+        )
+        vision = build_vision(model, grids[VISION], groups[VISION], bf16=layout.get("bf16", False), platform=platform)
         if weights is not None:
             for module in (language, vision):
                 load_canonical(module, model, weights.__getitem__)

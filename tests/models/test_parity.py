@@ -111,3 +111,16 @@ def test_a_gradient_without_its_sum_over_tp_is_seen() -> None:
     wrong = {name for name, value in expected["gradients"].items() if relative(gradients[name], value) > limit(name)}
     assert {name.rsplit(".", 2)[-2] for name in wrong} == {"norm", "q_norm", "k_norm"}
     assert all("linear_attn.norm" in name for name in wrong if name.endswith(".norm.weight"))
+
+
+def test_bfloat16_is_near_fp32() -> None:
+    """Losses within bfloat16's rounding (8 bits), all gradients there and finite."""
+    model, weights, batch, expected = reference("unequal images", tied=True, mtp=True)
+    result = run_ranks(1, full_step, model, weights, batch, {**SINGLE, "bf16": True}, timeout=120.0)[0]
+    for mine, other, mask in zip(
+        result["losses"], (expected["lm"], expected["mtp"]), (batch.loss_mask_BS, batch.mtp_mask_BS), strict=True
+    ):
+        assert mine.dtype == other.dtype
+        assert (mine * mask).sum() == pytest.approx((other * mask).sum(), rel=2**-6)
+    assert result["gradients"].keys() == expected["gradients"].keys()
+    assert all(value.isfinite().all() for value in result["gradients"].values())

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from megatron.core.jit import jit_fuser
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet as MegatronGatedDeltaNet
 from torch import Tensor
 from torch.nn import functional
@@ -49,6 +50,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         # Upstream reads the last border back from the device in every layer to check it against the tokens.
         return cu_seqlens_actual
 
+    @jit_fuser
     def _compute_g_and_beta(
         self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
     ) -> tuple[Tensor, Tensor]:
