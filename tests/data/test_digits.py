@@ -35,14 +35,21 @@ def lines(digits: Path, split: str) -> list[bytes]:
 
 
 def test_splits_share_no_scan_and_have_enough_questions(digits: Path) -> None:
-    for split, num_scans in (("train", 1500), ("valid", 297)):
+    for split, folder, num_scans in (("train", "train", 1500), ("valid", "valid", 297), ("valid_mixed", "valid", 140)):
         images = {name for line in lines(digits, split) for name in parse_record(line).images}
-        assert all(name.startswith(f"images/{split}/") for name in images)
-        assert len({scan_of(name) for name in images}) == num_scans
-    counts = [len(parse_record(line).images) for line in lines(digits, "valid")]
-    assert counts.count(1) >= 200
-    assert {0, 1, 2, 3} == set(counts) == {len(parse_record(line).images) for line in lines(digits, "train")}
+        assert all(name.startswith(f"images/{folder}/") for name in images)
+        assert len({scan_of(name) for name in images}) >= num_scans
+    for split in ("train", "valid_mixed"):
+        assert {len(parse_record(line).images) for line in lines(digits, split)} == {0, 1, 2, 3}
     assert len(lines(digits, "train")) == make_digits.NUM_TRAIN
+
+
+def test_validation_asks_for_each_held_out_scan_once_and_alone(digits: Path) -> None:
+    """What `eval_accuracy` of the demo counts: single digits."""
+    records = [parse_record(line) for line in lines(digits, "valid")]
+    assert [len(record.images) for record in records] == [1] * 297
+    assert sorted(scan_of(record.images[0]) for record in records) == list(range(297))
+    assert {record.turns[-1].parts[0] for record in records} == set("0123456789")
 
 
 def test_held_out_scans_are_the_first_of_the_shuffled_order(digits: Path) -> None:
@@ -52,9 +59,7 @@ def test_held_out_scans_are_the_first_of_the_shuffled_order(digits: Path) -> Non
     answers = {}
     for line in lines(digits, "valid"):
         record = parse_record(line)
-        if len(record.images) == 1:
-            answers[scan_of(record.images[0])] = record.turns[-1].parts[0]
-    assert len(answers) > 200
+        answers[scan_of(record.images[0])] = record.turns[-1].parts[0]
     assert all(str(target[order[number]]) == answer for number, answer in answers.items())
 
 
@@ -71,7 +76,7 @@ def test_pictures_have_many_sizes_within_bounds(digits: Path) -> None:
 def test_both_forms_are_written_and_every_sample_fits(digits: Path) -> None:
     forms = {"messages" in json.loads(line) for line in lines(digits, "train")[:20]}
     assert forms == {True, False}
-    for split in ("train", "valid"):
+    for split in ("train", "valid", "valid_mixed"):
         config = make_config(digits / f"{split}.jsonl")
         with SampleIndex.open(open_source(config, config.data.train_path)) as index:
             index.check_lengths(128)
@@ -82,10 +87,10 @@ def test_both_forms_are_written_and_every_sample_fits(digits: Path) -> None:
 def test_same_seed_same_files(digits: Path, tmp_path: Path) -> None:
     scans, targets = load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(scans))[: make_digits.HELD_OUT]
-    pictures = make_digits.write_pictures(tmp_path, "valid", scans.reshape(-1, 8, 8)[order], targets[order], seed=1)
-    counts = [count for count, repeats in make_digits.NUM_VALID.items() for _ in range(repeats)]
-    make_digits.write_samples(tmp_path, "valid", counts, pictures, seed=1)
-    for name in ["valid.jsonl", *(picture.name for picture in pictures)]:
+    make_digits.write_held_out(tmp_path, scans.reshape(-1, 8, 8)[order], targets[order], seed=1)
+    pictures = sorted((tmp_path / "images").rglob("*.png"))
+    assert len(pictures) == make_digits.HELD_OUT
+    for name in ["valid.jsonl", "valid_mixed.jsonl", *(path.relative_to(tmp_path) for path in pictures)]:
         assert (tmp_path / name).read_bytes() == (digits / name).read_bytes(), name
 
 

@@ -3,8 +3,9 @@
     python -m tools.data.make_digits data/digits
 
 The scans are scikit-learn's `load_digits` (1797 real 8x8 scans, UCI Optical Recognition of Handwritten Digits). Each
-becomes PNG files of 64 to 160 pixels a side. A scan is in `train.jsonl` or in `valid.jsonl`, never in both. Samples
-have no image, 1, 2 or 3; they are written in ShareGPT form, every fourth in OpenAI form.
+becomes PNG files of 64 to 160 pixels a side. A scan is trained on or held out, never both. `valid.jsonl` asks for each
+held-out scan once, alone; `valid_mixed.jsonl` asks about the same scans as training does: samples have no image, 1, 2
+or 3. They are written in ShareGPT form, every fourth in OpenAI form.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RENDERINGS = 2  # files of a training scan; a held-out one has a single file
 MAX_IMAGE_TOKENS = 54  # of a sample, at 32 x 32 pixels a token: keeps every sample under 128 tokens
 NUM_TRAIN = 6000
 SHARES = ((1, 0.55), (2, 0.2), (3, 0.1), (0, 0.15))  # images of a training sample, and how often
-NUM_VALID = {1: 240, 2: 40, 3: 20, 0: 20}
+NUM_VALID_MIXED = {1: 40, 2: 40, 3: 20, 0: 20}  # images of a sample, and how many samples
 ONE = ("Which digit is this?", "What digit do you see?", "Read the digit.")
 SEVERAL = ("Which digits are these, left to right?", "Read the digits.")
 STAMP = "stamp.json"
@@ -147,6 +148,14 @@ def write_samples(folder: Path, split: str, counts: list[int], pictures: list[Pi
     (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_held_out(folder: Path, scans: np.ndarray, digits: np.ndarray, seed: int) -> None:
+    """Write the pictures of the held-out scans, `valid.jsonl` and `valid_mixed.jsonl`."""
+    pictures = write_pictures(folder, "valid", scans, digits, seed)
+    write_samples(folder, "valid", [1] * len(pictures), pictures, seed)
+    mixed = [count for count, repeats in NUM_VALID_MIXED.items() for _ in range(repeats)]
+    write_samples(folder, "valid_mixed", mixed, pictures, seed)
+
+
 def make(folder: Path, seed: int, num_train: int) -> bool:
     """Write the data set to `folder` unless the same one is there. True when it was written.
 
@@ -164,10 +173,9 @@ def make(folder: Path, seed: int, num_train: int) -> bool:
     held_out, trained = order[:HELD_OUT], order[HELD_OUT:]
     rng = random.Random(seed)
     train_counts = rng.choices([n for n, _ in SHARES], [share for _, share in SHARES], k=num_train)
-    valid_counts = [count for count, repeats in NUM_VALID.items() for _ in range(repeats)]
-    for split, chosen, counts in (("train", trained, train_counts), ("valid", held_out, valid_counts)):
-        pictures = write_pictures(building, split, scans[chosen], digits[chosen], seed)
-        write_samples(building, split, counts, pictures, seed)
+    pictures = write_pictures(building, "train", scans[trained], digits[trained], seed)
+    write_samples(building, "train", train_counts, pictures, seed)
+    write_held_out(building, scans[held_out], digits[held_out], seed)
     (building / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
