@@ -25,6 +25,7 @@ from flagscale.parallel.routes import (
     travelling_rows,
 )
 from flagscale.plan.layout import Grid
+from flagscale.platforms.transfer import to_device
 
 RowsOf = dict[int, int]  # item index -> offset of its row 0 in a buffer (negative where leading rows are absent)
 
@@ -163,7 +164,7 @@ def _columns(uses: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 
 def _index(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64, copy=False)).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(values.astype(np.int64, copy=False)), device)
 
 
 def _all_to_all(rows: torch.Tensor, traffic: Traffic) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from flagscale.config.errors import UserError
 from flagscale.platforms.platform import CUDA, Platform
@@ -67,6 +68,13 @@ def check_triton(fla: str, triton: str | None, capability: tuple[int, int]) -> N
 def _installer(device: torch.device, fla: bool) -> Callable[[], None]:
     def install() -> None:
         torch.cuda.set_device(device)
+        # Graph capture needs a stream other than the default one, and autograd runs a parameter's gradient
+        # accumulation on the stream that was current when the parameter was wrapped: one stream for everything.
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+        # Megatron-Core's torch.compile'd helpers fail in inductor with the triton that flash-linear-attention needs
+        # (torch 2.11, triton 3.8); what they would fuse comes from kernel libraries instead.
+        torch.compiler.set_stance("force_eager")
+        _prefer_cudnn_attention()
         if not fla:
             import megatron.core.ssm.gated_delta_net.common as gdn_common
             import megatron.core.ssm.gated_delta_net.gdn as gdn
@@ -79,6 +87,13 @@ def _installer(device: torch.device, fla: bool) -> Callable[[], None]:
             gdn.chunk_gated_delta_rule = torch_kernels.chunk_gated_delta_rule
 
     return install
+
+
+def _prefer_cudnn_attention() -> None:
+    """cuDNN's attention first (faster on Hopper), then FlashAttention, then what always works."""
+    order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    torch._C._set_sdp_priority_order([int(backend) for backend in order])
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _installed(package: str) -> str | None:

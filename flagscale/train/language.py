@@ -8,12 +8,13 @@ gradients need no scaling afterwards: data parallel groups sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,6 +22,8 @@ from megatron.core.utils import get_model_config
 
 from flagscale.data.macro import TextBatch
 from flagscale.models.qwen35.language import VisualRows
+from flagscale.platforms.transfer import to_device
+from flagscale.train.graphs import MicrobatchGraph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,10 @@ class LossWeights:
             mtp=mtp_loss_scaling_factor / num_mtp_loss_tokens if num_mtp_loss_tokens else 0.0,
         )
 
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """[lm, mtp] on a device."""
+        return to_device(torch.tensor([self.lm, self.mtp]), device)
+
 
 def mtp_mask(loss_mask_BS: torch.Tensor) -> torch.Tensor:
     """Mask of multi-token prediction: position i predicts token i + 2, which position i + 1's mask speaks of."""
@@ -53,10 +60,17 @@ class LanguageSchedule:
         model: the language model, wrapped for training where it trains.
         groups: its process groups.
         seq_length, micro_batch_size: shape of a microbatch.
+        cuda_graph: replay a microbatch as one CUDA graph; only without pipeline stages.
     """
 
     def __init__(
-        self, model: torch.nn.Module, groups: ProcessGroupCollection, *, seq_length: int, micro_batch_size: int
+        self,
+        model: torch.nn.Module,
+        groups: ProcessGroupCollection,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        cuda_graph: bool,
     ) -> None:
         self._model = model
         self._groups = groups
@@ -65,6 +79,10 @@ class LanguageSchedule:
         self._pipeline = {}
         if groups.pp.size() > 1:
             self._pipeline["p2p_communicator"] = P2PCommunicator(groups.pp, get_model_config(model))
+        self._graph: MicrobatchGraph | None = None
+        if cuda_graph and groups.pp.size() == 1:
+            shards = groups.tp.size() if get_model_config(model).sequence_parallel else 1
+            self._graph = MicrobatchGraph(self._loss_of, self._without_trace, seq_length * micro_batch_size // shards)
 
     def train(self, batches: list[TextBatch], rows: list[VisualRows], weights: LossWeights) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients accumulate in the model and in the rows' embeddings.
@@ -72,13 +90,30 @@ class LanguageSchedule:
         Returns:
             [lm, mtp] token losses summed over the microbatches, zero on all but the last stage.
         """
-        forward_step = partial(_training_forward, weights)
-        losses = self._schedule(forward_step, batches, rows, forward_only=False)
+        weights_2 = weights.tensor(batches[0].input_ids_BS.device)
+        if self._graph is not None:
+            losses = [self._graph.run(batch, row, weights_2) for batch, row in zip(batches, rows, strict=True)]
+        else:
+            losses = self._schedule(partial(_training_forward, weights_2), batches, rows, forward_only=False)
         return torch.stack(losses).sum(0) if losses else torch.zeros(2, device=batches[0].input_ids_BS.device)
 
     def evaluate(self, batches: list[TextBatch], rows: list[VisualRows]) -> list[dict[str, torch.Tensor]]:
         """Forward only; per microbatch what `_evaluation_forward` collects, on the last stage; empty elsewhere."""
         return self._schedule(_evaluation_forward, batches, rows, forward_only=True)
+
+    def _loss_of(
+        self, batch: TextBatch, rows: VisualRows, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and loss sums of one microbatch, for the graph."""
+        output, loss = _training_forward(weights, iter([(batch, rows)]), self._model)
+        total, _, sums = loss(output)
+        return total, sums
+
+    def _without_trace(self, run: Callable[[], None]) -> None:
+        """Runs before any gradient of the iteration exists, and forgets the gradients it leaves."""
+        run()
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.zero_grad_buffer()
 
     def _schedule(
         self, forward_step: Any, batches: list[TextBatch], rows: list[VisualRows], *, forward_only: bool
@@ -98,21 +133,21 @@ class LanguageSchedule:
 Microbatches = Iterator[tuple[TextBatch, VisualRows]]
 
 
-def _training_forward(weights: LossWeights, microbatches: Microbatches, model: torch.nn.Module) -> tuple[Any, Any]:
+def _training_forward(weights: torch.Tensor, microbatches: Microbatches, model: torch.nn.Module) -> tuple[Any, Any]:
     batch, rows = next(microbatches)
     output = model(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, rows)
     return output, partial(_loss, batch.loss_mask_BS, weights)
 
 
 def _loss(
-    loss_mask_BS: torch.Tensor, weights: LossWeights, output: tuple[torch.Tensor, torch.Tensor | None]
+    loss_mask_BS: torch.Tensor, weights: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The microbatch's share of the iteration's loss, a token count Megatron-Core asks for, and the loss sums."""
     lm_BS, mtp_BS = output
     lm = (lm_BS * loss_mask_BS).sum()
     mtp = (mtp_BS * mtp_mask(loss_mask_BS)).sum() if mtp_BS is not None else torch.zeros_like(lm)
-    total = weights.lm * lm + weights.mtp * mtp
-    return total, torch.zeros((), dtype=torch.int, device=lm.device), torch.stack([lm, mtp]).detach()
+    sums = torch.stack([lm, mtp])
+    return (weights * sums).sum(), torch.zeros((), dtype=torch.int, device=lm.device), sums.detach()
 
 
 def _evaluation_forward(microbatches: Microbatches, model: torch.nn.Module) -> tuple[Any, Any]:

@@ -67,6 +67,7 @@ class TrainStep:
             state.topology.groups[LANGUAGE],
             seq_length=model.seq_length,
             micro_batch_size=model.micro_batch_size,
+            cuda_graph=state.platform.is_cuda and state.plan.config.system.cuda_graph,
         )
         self._trains_vision = VISION in trainable_modules(model)
         self._encoder = MacroEncoder(

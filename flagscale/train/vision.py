@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flagscale.data.assignment import VisualItem
+from flagscale.platforms.transfer import to_device
 
 GridHW = tuple[int, int]
 
@@ -105,14 +106,14 @@ def gather_pixels(
     if group.size() == 1:
         parts = [read[item.index] for item in items]
         pixels_PC = torch.cat(parts) if parts else torch.empty((0, values))
-        return pixels_PC.to(device, non_blocking=True)
+        return to_device(pixels_PC, device)
     parts_of: dict[int, torch.Tensor] = {}
     for reader in dist.get_process_group_ranks(group):
         theirs = [item for item in items if readers[item.index] == reader]
         if not theirs:
             continue
         if reader == dist.get_rank():
-            block = torch.cat([read[item.index] for item in theirs]).to(device)
+            block = to_device(torch.cat([read[item.index] for item in theirs]), device)
         else:
             block = torch.empty((sum(item.num_patches for item in theirs), values), device=device)
         dist.broadcast(block, src=reader, group=group)

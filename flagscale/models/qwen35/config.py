@@ -39,8 +39,11 @@ def language_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Pla
         linear_num_value_heads=model.linear_num_value_heads,
         gated_linear_unit=True,
         activation_func=functional.silu,
-        bias_activation_fusion=platform.is_cuda,
+        # Transformer Engine's SwiGLU and cross entropy are single kernels; Megatron-Core's own lean on torch.compile.
+        use_te_activation_func=platform.transformer_engine,
+        bias_activation_fusion=platform.is_cuda and not platform.transformer_engine,
         cross_entropy_loss_fusion=platform.is_cuda,
+        cross_entropy_fusion_impl="te" if platform.transformer_engine else "native",
         mrope_section=list(model.mrope_section),
         mtp_num_layers=model.mtp_num_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
@@ -56,9 +59,6 @@ def language_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Pla
 
 def vision_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Platform) -> TransformerConfig:
     """Configuration of the vision encoder's transformer blocks on `grid`."""
-    recompute: dict[str, Any] = {}
-    if model.vision_recompute:
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model.vision_num_layers,
         hidden_size=model.vision_hidden_size,
@@ -72,7 +72,6 @@ def vision_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Platf
         add_bias_linear=True,
         tensor_model_parallel_size=grid.tp,
         init_method_std=model.init_method_std,
-        **recompute,
         **_common(bf16, platform),
     )
 

@@ -27,7 +27,8 @@ class VisualRows:
     """Visual embeddings and where they go, for this rank's tokens of one microbatch.
 
     Targets count rows of the flattened [S_local, B, D] embedding: row = s_local * B + b. Placeholders elsewhere on
-    other ranks (sequence parallelism, other stages) have no entry. The gradient of `embeddings_VD` is complete on every
+    other ranks (sequence parallelism, other stages) have no entry. Target S_local * B drops its row, which lets lists of
+    any length be padded to one shape. The gradient of `embeddings_VD` is complete on every
     tensor parallel rank without sequence parallelism, and covers this rank's tokens only with it.
 
     Attributes:
@@ -142,7 +143,8 @@ class LanguageModel(GPTModel):
         target = visual.mtp_target if for_mtp else visual.decoder_target
         # Not skipped when empty: the encoder must stay in the graph, or ranks disagree on which gradients exist.
         rows = visual.embeddings_VD.index_select(0, source).to(text_SBD.dtype)
-        return text_SBD.flatten(0, 1).index_copy(0, target, rows).view_as(text_SBD)
+        flat = torch.cat([text_SBD.flatten(0, 1), text_SBD.new_zeros(1, text_SBD.shape[-1])])
+        return flat.index_copy_(0, target, rows)[:-1].view_as(text_SBD)
 
     def _logits(self, hidden_SBD: Tensor) -> Tensor:
         """[S, B, W / TP]."""

@@ -46,15 +46,16 @@ class Parts:
     row: Any
     rms_norm: Any
     layer_norm: Any
+    swiglu: Any
 
 
 def parts(transformer_engine: bool) -> Parts:
     """Transformer Engine's classes, or Megatron-Core's linears with this project's norms."""
     if not transformer_engine:
-        return Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm)
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+        return Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, None)
+    from megatron.core.extensions import transformer_engine as te
 
-    return Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm, TENorm)
+    return Parts(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, te.TENorm, te.TEActivationOp)
 
 
 class NextTokenLayer(MultiTokenPredictionLayer):
@@ -136,7 +137,9 @@ def _layer(attention: ModuleSpec, norm: Any, mlp: Any) -> ModuleSpec:
 
 
 def _mlp(use: Parts) -> Any:
-    return partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=use.column, linear_fc2=use.row))
+    # The activation is used where the configuration asks for Transformer Engine's; the vision encoder's GELU has none.
+    submodules = MLPSubmodules(linear_fc1=use.column, linear_fc2=use.row, activation_func=use.swiglu)
+    return partial(MLP.as_mlp_submodule, submodules=submodules)
 
 
 def _gated_attention(use: Parts) -> ModuleSpec:
