@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flagscale.config.errors import ConfigError
+from flagscale.config.errors import ConfigError, UserError
+from flagscale.config.launch_rules import LAUNCH_RULES
 from flagscale.config.schema import Config
 
-Rule = Callable[[Config], Iterator[ConfigError]]
+Rule = Callable[[Config], Iterator[UserError]]
 
 
 def query_groups_divide_heads(config: Config) -> Iterator[ConfigError]:
@@ -265,25 +266,6 @@ def exp_dir_can_be_a_folder(config: Config) -> Iterator[ConfigError]:
             return
 
 
-def local_runner_is_one_machine(config: Config) -> Iterator[ConfigError]:
-    """The local runner starts processes here only."""
-    runner = config.experiment.runner
-    if runner.type == "local" and runner.nnodes != 1:
-        yield ConfigError(
-            "experiment.runner.nnodes",
-            runner.nnodes,
-            "must be 1 for runner.type local, which starts processes on this machine only",
-            "set nnodes to 1",
-        )
-
-
-def port_is_a_port(config: Config) -> Iterator[ConfigError]:
-    """TCP ports are 16-bit numbers."""
-    port = config.experiment.runner.master_port
-    if port is not None and port > 65535:
-        yield ConfigError("experiment.runner.master_port", port, "must be at most 65535", "use a free port, or null")
-
-
 RULES: tuple[Rule, ...] = (
     query_groups_divide_heads,
     gdn_key_heads_divide_value_heads,
@@ -304,12 +286,11 @@ RULES: tuple[Rule, ...] = (
     tokenizer_folder_is_given,
     files_exist,
     exp_dir_can_be_a_folder,
-    local_runner_is_one_machine,
-    port_is_a_port,
+    *LAUNCH_RULES,
 )
 
 
-def field_errors(config: Config) -> list[ConfigError]:
+def field_errors(config: Config) -> list[UserError]:
     """Violations of all rules about fields alone."""
     return [error for rule in RULES for error in rule(config)]
 

@@ -60,16 +60,63 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmConfig:
+    """What a Slurm job asks for; used by runner.type slurm."""
+
+    partition: str | None = key(None, "partition; null leaves it to the cluster")
+    account: str | None = key(None, "account that is charged; null leaves it to the cluster")
+    qos: str | None = key(None, "quality of service; null leaves it to the cluster")
+    time_limit: int | None = key(None, "longest time of one start; null is the partition's", unit="minutes", minimum=1)
+    gpus_per_node: int | None = key(None, "GPUs asked for on each node; null asks for none", minimum=1)
+    cpus_per_task: int | None = key(None, "CPU cores of a node; null leaves it to the cluster", minimum=1)
+    requeue: bool = key(
+        True, "queue the job again when its time ends or a node fails; it resumes from the newest checkpoint"
+    )
+    signal_before: int = key(
+        120, "time before the limit at which the run saves a checkpoint and leaves", unit="s", minimum=1
+    )
+    options: list[str] = key([], "further sbatch options, such as [--constraint=h200, --exclusive]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerConfig:
     """How the processes are started."""
 
-    type: str = key("local", "where the job runs", choices=("local",))
+    type: str = key("local", "where the job runs", choices=("local", "ssh", "slurm"))
     nnodes: int = key(1, "machines in the job", minimum=1)
     nproc_per_node: int = key(4, "processes (ranks) on each machine", minimum=1)
-    master_addr: str = key("127.0.0.1", "address of the first machine, where ranks meet")
+    master_addr: str = key("127.0.0.1", "address of this machine for its ranks; ssh and slurm take the first node's")
     master_port: int | None = key(None, "port of the rendezvous; null takes a free one", minimum=1)
+    hostfile: str | None = key(None, "machines of runner.type ssh, one a line: [user@]host[:port] [slots=N]", path=True)
+    ssh_options: list[str] = key([], "options of every ssh command, such as [-i, /home/me/key]")
+    no_shared_fs: bool = key(
+        False, "exp_dir is a folder of each host: the plan is copied there, metrics and sentences come back"
+    )
+    max_restarts: int = key(
+        0, "times a job is started again, from the newest whole checkpoint, after a rank or a host died", minimum=0
+    )
+    min_nnodes: int | None = key(
+        None, "fewest machines a restart goes on with after hosts are lost (ssh); null is nnodes", minimum=1
+    )
     detach: bool = key(False, "start in the background and return at once")
     stop_grace: float = key(8.0, "time between SIGTERM and SIGKILL when a job is ended", unit="s", minimum=0)
+    slurm: SlurmConfig = section(SlurmConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CmdsConfig:
+    """Shell text that every node runs around the job, in the job's folder and environment."""
+
+    before_start: str = key("", "before the processes start, such as `module load cuda`; a failure ends the job")
+    after_stop: str = key("", "after they ended, also when they failed; the job's exit code stays")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """Iterations that are profiled: a Chrome trace a rank and a timeline in exp_dir/profile."""
+
+    start: int | None = key(None, "first profiled iteration; null profiles none", unit="iterations", minimum=1)
+    stop: int | None = key(None, "last profiled iteration", unit="iterations", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +127,10 @@ class ExperimentConfig:
     exp_dir: str = key("./outputs/qwen35_mimo", "folder that receives everything the run writes", path=True)
     task: TaskConfig = section(TaskConfig)
     runner: RunnerConfig = section(RunnerConfig)
+    cmds: CmdsConfig = section(CmdsConfig)
     envs: dict[str, Any] = key({}, "environment variables of the launched processes; null unsets one")
+    node_envs: dict[str, Any] = key({}, "variables of single hosts, above envs: {host: {NAME: value}} (ssh)")
+    profile: ProfileConfig = section(ProfileConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +163,7 @@ class SystemConfig:
         choices=("auto", "cpu", "cuda"),
     )
     bf16: bool = key(False, "compute in bfloat16 with fp32 master weights; false computes in fp32")
+    cuda_graph: bool = key(True, "on GPUs without pipeline stages, replay a microbatch of the language model as one CUDA graph")
     threads_per_rank: int | None = key(None, "CPU threads of a rank; null divides the cores by the ranks", minimum=1)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     logging: LoggingConfig = section(LoggingConfig)
@@ -132,8 +183,10 @@ class OptimizerConfig:
         minimum=1,
     )
     lr_decay_style: str = key("cosine", "shape of the decay", choices=("cosine", "linear", "constant"))
-    weight_decay: float = key(
-        0.01, "AdamW weight decay of matrices; biases, norms and other vectors get none", minimum=0
+    weight_decay: float = key(0.01, "AdamW weight decay of all parameters but no_weight_decay", minimum=0)
+    no_weight_decay: list[str] = key(
+        ["*.bias", "*norm*", "*.A_log", "*.dt_bias"],
+        "Hugging Face names of parameters without weight decay, with the wildcards * and ?; the default takes all vectors",
     )
     adam_beta1: float = key(0.9, "AdamW first-moment decay", minimum=0)
     adam_beta2: float = key(0.95, "AdamW second-moment decay", minimum=0)
@@ -256,4 +309,6 @@ class Config:
     system: SystemConfig = section(SystemConfig)
     model: ModelConfig = dataclasses.field()
     data: DataConfig = dataclasses.field()
-    action: str = key("run", "what run.py does", choices=("run", "dryrun", "test", "stop", "query", "explain"))
+    action: str = key(
+        "run", "what run.py does", choices=("run", "dryrun", "test", "stop", "query", "explain", "auto_tune")
+    )

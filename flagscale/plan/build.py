@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from flagscale.config.errors import raise_all
+from flagscale.config.errors import ConfigError, raise_all
 from flagscale.config.loading import Loaded, located
 from flagscale.config.rules import field_errors
 from flagscale.config.schema import Config
@@ -27,9 +28,38 @@ def checked_plan(loaded: Loaded, render_command: RenderCommand | None = None) ->
     Raises:
         ConfigError, UserErrors: all rules that are broken, each with the place where its value was written.
     """
-    errors = field_errors(loaded.config) + world_errors(loaded.config)
+    errors = [*field_errors(loaded.config), *world_errors(loaded.config), *_errors_of_restarts(loaded.config)]
     raise_all([located(error, loaded.history) for error in errors])
     return make_plan(loaded.config, render_command)
+
+
+def plan_on_nodes(config: Config, nnodes: int, render_command: RenderCommand) -> ExperimentPlan:
+    """The plan of a restart on `nnodes` machines.
+
+    Raises:
+        ConfigError, UserErrors: the configuration breaks a rule with that many.
+    """
+    fewer = _with_nodes(config, nnodes)
+    raise_all(world_errors(fewer))
+    return make_plan(fewer, render_command)
+
+
+def _errors_of_restarts(config: Config) -> Iterator[ConfigError]:
+    """What a restart with the fewest machines allowed would break."""
+    fewest = config.experiment.runner.min_nnodes
+    if fewest is not None and fewest < config.experiment.runner.nnodes:
+        for error in world_errors(_with_nodes(config, fewest)):
+            yield ConfigError(
+                "experiment.runner.min_nnodes",
+                fewest,
+                f"a restart with {fewest} nodes breaks a rule: {error}",
+                "raise min_nnodes, or choose sizes that fit both numbers of nodes",
+            )
+
+
+def _with_nodes(config: Config, nnodes: int) -> Config:
+    runner = replace(config.experiment.runner, nnodes=nnodes)
+    return replace(config, experiment=replace(config.experiment, runner=runner))
 
 
 def make_plan(config: Config, render_command: RenderCommand | None = None) -> ExperimentPlan:

@@ -9,6 +9,10 @@ from flagscale.plan.devices import visible_gpus
 from flagscale.plan.plan import ExperimentPlan
 
 Note = Callable[[Loaded, ExperimentPlan], Iterator[str]]
+RUNNER_OF_KEY = {
+    "hostfile": "ssh", "ssh_options": "ssh", "no_shared_fs": "ssh", "min_nnodes": "ssh", "master_addr": "local",
+    "experiment.node_envs": "ssh",
+}  # fmt: skip
 VISION_LAYOUT_KEYS = ("vision_tensor_model_parallel_size", "vision_micro_batch_size", "vision_balance")
 
 
@@ -69,11 +73,22 @@ def factor_exceeds_step(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
 
 def auto_platform_lacks_gpus(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
     """GPUs are there and stay unused, because processes do not share one."""
-    gpus, processes = 0, plan.config.experiment.runner.nproc_per_node
-    if plan.config.system.platform == "auto":
+    runner = plan.config.experiment.runner
+    gpus, processes = 0, runner.nproc_per_node
+    if plan.config.system.platform == "auto" and runner.type == "local":
         gpus = visible_gpus()
     if 0 < gpus < processes:
         yield f"system.platform=auto: {processes} processes and {gpus} visible GPUs, so the run is on the CPU"
+
+
+def runner_keys_of_other_runners(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """Keys that only another runner reads."""
+    runner = plan.config.experiment.runner
+    for home in loaded.history:
+        key = home.removeprefix("experiment.runner.")
+        wanted = "slurm" if key.startswith("slurm.") else RUNNER_OF_KEY.get(key, RUNNER_OF_KEY.get(home))
+        if wanted is not None and runner.type != wanted:
+            yield f"{home}: no effect with runner.type {runner.type}, only with {wanted}"
 
 
 NOTES: tuple[Note, ...] = (
@@ -85,6 +100,7 @@ NOTES: tuple[Note, ...] = (
     validation_off,
     factor_exceeds_step,
     auto_platform_lacks_gpus,
+    runner_keys_of_other_runners,
 )
 
 

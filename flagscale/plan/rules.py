@@ -130,8 +130,8 @@ def images_fit_the_sequence(config: Config) -> Iterator[ConfigError]:
 def processes_have_gpus(config: Config) -> Iterator[ConfigError]:
     """Every process of a machine has a GPU of its own on the cuda platform."""
     runner = config.experiment.runner
-    if config.system.platform != "cuda":
-        return
+    if config.system.platform != "cuda" or runner.type != "local":
+        return  # other machines are asked by the ssh runner's preflight, and by Slurm
     gpus = visible_gpus()
     if runner.nproc_per_node > gpus:
         yield ConfigError(

@@ -1,21 +1,20 @@
-"""What `run.py` does with a checked plan: run, test, stop, query."""
+"""What `run.py` does with a checked plan: run, test, stop, query, on the runner that the plan names."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import flagscale
 from flagscale.config.schema import Config
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.plan.save import save_run_files
-from flagscale.runner import control, local, render
+from flagscale.runner import background, control, local, remote, render
 from flagscale.runner.progress import Console
 from flagscale.runner.record import claim
+from flagscale.runner.scripts import local_script, write_private
 
 TEST_ITERATIONS = 3
 
@@ -40,47 +39,44 @@ def attend(config: Config, action: str) -> int:
     """Query or stop the run in the configuration's folder, and return the exit code of the program.
 
     Args:
-        config: only its folder and grace count, so it need not fit the machine or the data.
+        config: only its folder and runner count, so it need not fit the machine or the data.
         action: query or stop.
 
     Raises:
         UserError: when the run is on another machine.
     """
     assert action in ("query", "stop"), f"no job is attended by action {action!r}"
-    exp_dir, console = Path(config.experiment.exp_dir), Console(sys.stdout)
+    exp_dir, console, runner = Path(config.experiment.exp_dir), Console(sys.stdout), config.experiment.runner
+    if runner.type == "ssh":
+        return remote.query(config, console) if action == "query" else remote.stop(config, console)
     if action == "query":
         return control.query(exp_dir, console)
-    return control.stop(exp_dir, config.experiment.runner.stop_grace, console)
+    return control.stop(exp_dir, runner.stop_grace, console)
 
 
 def _run(plan: ExperimentPlan, workdir: Path, console: Console) -> int:
     """Write the run's files and start the job."""
-    runner = plan.config.experiment.runner
+    prepare = {"local": _local_launch, "ssh": remote.launch}[plan.config.experiment.runner.type]
     with claim(plan.exp_dir):
-        script = write_run_files(plan, workdir)
-        job = local.LocalJob(
-            exp_dir=plan.exp_dir,
-            command=["bash", str(script)],
-            train_iters=plan.config.model.train_iters,
-            log_interval=plan.config.system.logging.log_interval,
-            stop_grace=runner.stop_grace,
-        )
-        return local.run_detached(job, console) if runner.detach else local.run_foreground(job, console)
+        launch = prepare(plan, workdir, console)
+        if plan.config.experiment.runner.detach:
+            return background.run_detached(plan.exp_dir, launch, console)
+        return launch(console, lambda: None)
 
 
-def write_run_files(plan: ExperimentPlan, workdir: Path) -> Path:
-    """Write the plan, the configuration and `launch.sh`; the path of the script."""
+def _local_launch(plan: ExperimentPlan, workdir: Path, _console: Console) -> background.Launch:
     save_run_files(plan)
     script = plan.exp_dir / "launch.sh"
-    text = render.launch_script(
-        list(plan.command),
-        render.environment(plan.config, cores=len(os.sched_getaffinity(0))),
-        workdir=workdir,
-        import_root=Path(flagscale.__file__).resolve().parent.parent,
+    write_private(script, local_script(plan, workdir))
+    job = local.LocalJob(
+        exp_dir=plan.exp_dir,
+        home=plan.exp_dir,
+        command=["bash", str(script)],
+        train_iters=plan.config.model.train_iters,
+        log_interval=plan.config.system.logging.log_interval,
+        stop_grace=plan.config.experiment.runner.stop_grace,
     )
-    script.touch(mode=0o700)  # experiment.envs may hold secrets
-    script.write_text(text, encoding="utf-8")
-    return script
+    return lambda console, started: local.run_foreground(job, console, on_started=started)
 
 
 def _test(plan: ExperimentPlan, workdir: Path, console: Console) -> int:

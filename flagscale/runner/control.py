@@ -22,16 +22,25 @@ _TAIL_BYTES = 65536
 
 def query(exp_dir: Path, console: Console) -> int:
     """Show the state of the run in a folder and its last iteration; 0."""
+    console.line(state_of(exp_dir))
     record = load_record(exp_dir)
-    if record is None:
-        console.line(f"{exp_dir}: never started")
-        return 0
-    console.line(f"{exp_dir}: {describe(record)}")
+    if record is not None:
+        show_last_iteration(exp_dir, record.train_iters, console, runs=record.is_alive)
+    return 0
+
+
+def state_of(home: Path) -> str:
+    """The folder of a record, and the state of its run."""
+    record = load_record(home)
+    return f"{home}: {'never started' if record is None else describe(record)}"
+
+
+def show_last_iteration(exp_dir: Path, train_iters: int, console: Console, *, runs: bool) -> None:
+    """The progress line of the last iteration, if there was one."""
     values = last_metrics(exp_dir / "metrics.jsonl")
     if values is not None:
-        seconds_left = (record.train_iters - int(values["iteration"])) * float(values["iteration_time_s"])
-        console.line(progress_line(values, record.train_iters, seconds_left if record.is_alive else None))
-    return 0
+        seconds_left = (train_iters - int(values["iteration"])) * float(values["iteration_time_s"])
+        console.line(progress_line(values, train_iters, seconds_left if runs else None))
 
 
 def describe(record: RunRecord) -> str:

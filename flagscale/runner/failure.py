@@ -21,7 +21,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) .*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL
 )
-_ENDING_OTHERS = re.compile(r"Sending process \d+ closing signal")
+_ENDING_OTHERS = re.compile(r"Sending process (\d+) closing signal")
 # What a rank says when another one has gone.
 _SECOND_HAND = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|NCCL.*abort"
@@ -54,9 +54,9 @@ def user_error(logs: Path) -> str | None:
         return None
 
 
-def others_are_ended(torchrun_log: str) -> bool:
-    """Whether torchrun has seen a rank die and has begun to end the others."""
-    return _ENDING_OTHERS.search(torchrun_log) is not None
+def ranks_told_to_end(logs: Path) -> list[int]:
+    """Ids of the processes that torchrun told to end, since it saw another rank die."""
+    return [int(pid) for pid in _ENDING_OTHERS.findall(_read(logs / TORCHRUN_LOG))]
 
 
 def link_rank_logs(logs: Path, *, since: float) -> None:

@@ -1,4 +1,4 @@
-"""Runs a job on this machine: start, watch, end; in the foreground or in the background."""
+"""Runs a job on this machine: start, watch, end."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Protocol
 
-from flagscale.config.errors import UserError
 from flagscale.runner import failure, processes
 from flagscale.runner.progress import Console, Progress
 from flagscale.runner.record import RunRecord, boot_id
 
-LAUNCHER_LOG = "launcher.log"
 _POLL_S = 0.2
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,6 +28,8 @@ class LocalJob:
     """What is started in a folder, and how it is watched."""
 
     exp_dir: Path
+    home: Path
+    """Folder of the record, the launch script and the logs: `exp_dir`, or a node's own below it."""
     command: list[str]
     """What the launcher starts, usually bash with the launch script of the folder."""
     train_iters: int
@@ -42,7 +40,7 @@ class LocalJob:
     @property
     def logs(self) -> Path:
         """Folder of everything the processes print."""
-        return self.exp_dir / "logs"
+        return self.home / "logs"
 
 
 class Signals:
@@ -65,25 +63,37 @@ class Signals:
                 signal.signal(number, handler)
 
 
-def run_foreground(job: LocalJob, console: Console, *, on_started: Callable[[], None] = lambda: None) -> int:
-    """Run a job to its end and return its exit code; the caller holds the folder's claim (`record.claim`).
+class View(Protocol):
+    """Something that shows what is new, called a few times a second and once after the end."""
+
+    def poll(self) -> None: ...
+
+
+def run_foreground(
+    job: LocalJob, console: Console, *, on_started: Callable[[], None] = lambda: None, view: View | None = None
+) -> int:
+    """Run a job to its end and return its exit code; the caller holds the claim on its home (`record.claim`).
+
+    Without a view the progress of the run is shown.
 
     0: done. 2: a rank found a user's mistake. 128 + n: this launcher got signal n and ended the job. Else the job's.
     """
-    job.logs.mkdir(parents=True, exist_ok=True)
-    (job.logs / failure.USER_ERROR).unlink(missing_ok=True)
-    progress = Progress(job.exp_dir, console, train_iters=job.train_iters, log_interval=job.log_interval)
+    for logs in (job.exp_dir / "logs", job.logs):
+        logs.mkdir(parents=True, exist_ok=True)
+    (job.exp_dir / "logs" / failure.USER_ERROR).unlink(missing_ok=True)
+    if view is None:
+        view = Progress(job.exp_dir, console, train_iters=job.train_iters, log_interval=job.log_interval)
     signals = Signals()
     with signals.noted():
         process, record = _start(job)
         try:
             on_started()
-            console.line(f"logs: {job.logs} (launch script: {job.exp_dir / 'launch.sh'})")
-            code = _watch(job, process, record, progress, signals)
+            console.line(f"logs: {job.logs} (launch script: {job.home / 'launch.sh'})")
+            code = _watch(job, process, record, view, signals)
         finally:
             # Also after an error of our own: a job that nobody watches must not stay.
             processes.end_job(record.run_id, process.pid, job.stop_grace, reap=process.poll)
-        progress.poll()
+        view.poll()
         console.keep_status()
         return _finish(job, record, code, signals, console)
 
@@ -114,30 +124,29 @@ def _start(job: LocalJob) -> tuple[subprocess.Popen[bytes], RunRecord]:
         train_iters=job.train_iters,
         started_at=started_at,
     )
-    record.save(job.exp_dir)
+    record.save(job.home)
     return process, record
 
 
-def _watch(
-    job: LocalJob, process: subprocess.Popen[bytes], record: RunRecord, progress: Progress, signals: Signals
-) -> int:
+def _watch(job: LocalJob, process: subprocess.Popen[bytes], record: RunRecord, view: View, signals: Signals) -> int:
     """Show progress until the job ends by itself or must be ended; its exit code."""
-    ending_since: float | None = None
+    told: dict[int, float] = {}  # ranks that torchrun has told to end, since when
     while (code := process.poll()) is None:
-        progress.poll()
+        view.poll()
         failure.link_rank_logs(job.logs, since=record.started_at)
         if signals.received:
             processes.end_job(
                 record.run_id, process.pid, job.stop_grace, reap=process.poll, hurry=lambda: len(signals.received) > 1
             )
             return process.wait()
-        if ending_since is None:
-            if failure.others_are_ended((job.logs / failure.TORCHRUN_LOG).read_text(errors="replace")):
-                ending_since = time.monotonic()
-        elif time.monotonic() - ending_since > job.stop_grace:
-            # torchrun waits 30 s for ranks that hang in a collective with the dead one. Kill them; it reports and ends.
-            ranks = [pid for pid in processes.members(record.run_id) if pid != process.pid]
-            processes.send(ranks, signal.SIGKILL)
+        for pid in failure.ranks_told_to_end(job.logs):
+            told.setdefault(pid, time.monotonic())
+        late = [pid for pid, since in told.items() if time.monotonic() - since > job.stop_grace]
+        if late:
+            # torchrun waits 30 s for ranks that hang in a collective with the dead one. Kill them; it goes on.
+            members = set(processes.members(record.run_id))
+            processes.send([pid for pid in late if pid in members], signal.SIGKILL)
+            told |= dict.fromkeys(late, float("inf"))
         time.sleep(_POLL_S)
     return code
 
@@ -150,58 +159,10 @@ def _finish(job: LocalJob, record: RunRecord, code: int, signals: Signals, conso
         state, exit_code = "stopped", 128 + signals.received[0]
         console.line(f"ended by {signals.received[0].name}; a run in this folder resumes from its newest checkpoint")
     elif code != 0:
-        message = failure.user_error(job.logs)
+        message = failure.user_error(job.exp_dir / "logs")
         state, exit_code = "failed", 2 if message is not None else code if code > 0 else 128 - code
         console.line(
             f"error: {message}" if message else failure.first_failure(job.logs, since=record.started_at).report()
         )
-    replace(record, state=state, exit_code=exit_code, ended_at=time.time()).save(job.exp_dir)
+    replace(record, state=state, exit_code=exit_code, ended_at=time.time()).save(job.home)
     return exit_code
-
-
-def run_detached(job: LocalJob, console: Console) -> int:
-    """Start a job in the background, watched by a launcher of its own, and return once it is started.
-
-    The background launcher inherits the caller's claim on the folder and writes to `logs/launcher.log`.
-
-    Raises:
-        UserError: when the background launcher ended before the job was started.
-    """
-    job.logs.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    started, report = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(started)
-        _run_in_background(job, report)
-    os.close(report)
-    with os.fdopen(started, "rb") as pipe:
-        if not pipe.read(1):
-            os.waitpid(pid, 0)
-            raise UserError(f"{job.exp_dir}: the job could not be started; see {job.logs / LAUNCHER_LOG}")
-    console.line(f"started in the background, process {pid}; logs: {job.logs}")
-    console.line("the same command with action=query shows its state, with action=stop ends it")
-    return 0
-
-
-def _run_in_background(job: LocalJob, report: int) -> NoReturn:
-    """In the forked child: leave the terminal, run the job, end."""
-    code = 1
-    try:
-        os.setsid()
-        with (job.logs / LAUNCHER_LOG).open("w") as log, open(os.devnull) as nothing:
-            for number, file in ((0, nothing), (1, log), (2, log)):
-                os.dup2(file.fileno(), number)
-            code = run_foreground(job, Console(log), on_started=lambda: _report_started(report))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # Never back into the caller's code, which belongs to the parent.
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _report_started(report: int) -> None:
-    os.write(report, b"1")
-    os.close(report)

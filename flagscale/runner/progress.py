@@ -21,11 +21,11 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 
 class LineFollower:
-    """The complete lines that are appended to a file from now on; the file need not exist yet."""
+    """The complete lines that are appended to a file from now on, or its lines `from_start`; it need not exist yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
+        self._position = path.stat().st_size if path.exists() and not from_start else 0
 
     def poll(self) -> list[str]:
         """New lines since the last call. A file that became shorter was rewritten: what it holds by then is old."""

@@ -12,8 +12,8 @@ from flagscale.runner.failure import (
     first_failure,
     last_traceback,
     link_rank_logs,
-    others_are_ended,
     rank_folders,
+    ranks_told_to_end,
     user_error,
 )
 
@@ -135,6 +135,11 @@ def test_users_mistake(tmp_path: Path, text: str, message: str | None) -> None:
     assert user_error(tmp_path) == message
 
 
-def test_torchruns_words_for_ending_the_others() -> None:
-    assert others_are_ended("W1130 8864 api.py:1028] Sending process 8869 closing signal SIGTERM\n")
-    assert not others_are_ended("W1130 master address is only used for static rdzv_backend\n")
+def test_torchruns_words_for_ending_the_others(tmp_path: Path) -> None:
+    assert ranks_told_to_end(tmp_path) == []
+    (tmp_path / "torchrun.log").write_text(
+        "W1130 master address is only used for static rdzv_backend\n"
+        "W1130 8864 api.py:1028] Sending process 8869 closing signal SIGTERM\n"
+        "W1130 8864 api.py:1028] Sending process 8870 closing signal SIGTERM\n"
+    )
+    assert ranks_told_to_end(tmp_path) == [8869, 8870]

@@ -1,6 +1,7 @@
 """A trainer without a model: reads the plan, reports iterations, and may fail or hang on rank 1.
 
-Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM).
+Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM), or `wait`; WHERE is printed.
+Each rank writes its process id to exp_dir/rank<r>.pid.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ mode = os.environ.get("TINY_MODE", "")
 
 if mode == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(plan_path.parent / f"rank{rank}.pid").write_text(str(os.getpid()))
+if "WHERE" in os.environ:
+    print(f"WHERE {os.environ['WHERE']}", flush=True)
 if rank == 0:
     with (plan_path.parent / "metrics.jsonl").open("a") as metrics:
         for iteration in range(1, plan["config"]["model"]["train_iters"] + 1):
             metrics.write(json.dumps({"iteration": iteration, "lm_loss": 1.0, "iteration_time_s": 0.01}) + "\n")
 if mode == "raise" and rank == 1:
     raise ValueError("the loss is nan")
-if mode in ("raise", "hang"):
+if mode in ("raise", "hang", "wait"):
     time.sleep(300)
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} is done")

@@ -1,0 +1,45 @@
+"""The launch scripts of a plan, as text and as files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import flagscale
+from flagscale.plan.plan import ExperimentPlan
+from flagscale.runner import render
+
+
+def local_script(plan: ExperimentPlan, workdir: Path) -> str:
+    """The script that starts all ranks on this machine."""
+    return render.launch_script(list(plan.command), _surroundings(plan, workdir, _cores()))
+
+
+def node_script(plan: ExperimentPlan, workdir: Path, node: render.Node, cores: int) -> str:
+    """The script that starts the ranks of one host of the ssh runner.
+
+    Args:
+        cores: CPU cores of that host.
+    """
+    command = render.torchrun_command(plan.config, plan.exp_dir, node=node)
+    return render.launch_script(command, _surroundings(plan, workdir, cores, host=node.address))
+
+
+def _surroundings(plan: ExperimentPlan, workdir: Path, cores: int, host: str | None = None) -> render.Script:
+    return render.Script(
+        variables=render.environment(plan.config, cores=cores, host=host),
+        workdir=workdir,
+        import_root=Path(flagscale.__file__).resolve().parent.parent,
+        cmds=plan.config.experiment.cmds,
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner reads and runs: scripts may hold secrets."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o700)
+    path.write_text(text, encoding="utf-8")
