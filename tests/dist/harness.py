@@ -5,6 +5,7 @@ The samples of a global batch are drawn from a seed alone, so every layout, and 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from flagscale.config.schema import Config, DataConfig, ExperimentConfig, ModelC
 from flagscale.data.chat import Placement
 from flagscale.data.macro import MacroBatch, TextBatch, split_step
 from flagscale.data.positions import rope_positions
+from flagscale.data.sampler import NO_SAMPLE
 from flagscale.models.qwen35.weights import gather_canonical
 from flagscale.plan.batch import batch_plan, grids_of, layout_of, world_size_of
 from flagscale.plan.flops import vision_item_flops
@@ -110,6 +112,8 @@ def text_batch(samples: Samples, ids: Sequence[int]) -> TextBatch:
     tokens, labels = (torch.zeros(len(ids), SEQ, dtype=torch.long) for _ in range(2))
     mask, positions = torch.zeros(len(ids), SEQ), torch.zeros(3, len(ids), SEQ, dtype=torch.long)
     for b, i in enumerate(ids):
+        if i == NO_SAMPLE:
+            continue
         sample = samples.sample(i)
         length = len(sample.tokens)
         tokens[b, :length] = torch.tensor(sample.tokens)
@@ -122,9 +126,25 @@ def text_batch(samples: Samples, ids: Sequence[int]) -> TextBatch:
 def macro_batches(plan: ExperimentPlan, samples: Samples, rank: int, step: int = 0) -> list[MacroBatch]:
     """The macro batches of a step for one rank."""
     size = plan.batch.global_batch_size
-    ids = list(range(step * size, (step + 1) * size))
+    return _read(plan, samples, rank, list(range(step * size, (step + 1) * size)))
+
+
+class HeldOut:
+    """Stands in for the held-out split's pipeline: one global batch of `filled` samples, its other slots empty."""
+
+    def __init__(self, plan: ExperimentPlan, samples: Samples, filled: int) -> None:
+        self._plan, self._samples = plan, samples
+        self._ids = [i if i < filled else NO_SAMPLE for i in range(plan.batch.global_batch_size)]
+
+    def step(self, step: int) -> list[MacroBatch]:
+        """As DataPipeline.step."""
+        assert step == 0
+        return _read(self._plan, self._samples, dist.get_rank(), self._ids)
+
+
+def _read(plan: ExperimentPlan, samples: Samples, rank: int, ids: list[int]) -> list[MacroBatch]:
     model = plan.config.model
-    specs = split_step(step, ids, samples, plan, lambda h, w: int(vision_item_flops(model, h, w)))
+    specs = split_step(0, ids, samples, plan, lambda h, w: int(vision_item_flops(model, h, w)))
     replica = plan.language.coordinate(rank)["dp"]
     batches = []
     for spec in specs:
@@ -167,6 +187,17 @@ def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
         found.update(gather_canonical(state.raw[name], state.plan.config.model, "grad"))
+    return _merged(found)
+
+
+def full_parameters(state: TrainState) -> dict[str, torch.Tensor]:
+    """All parameters by Hugging Face name, on rank 0; {} elsewhere. Collective over the world."""
+    model = state.plan.config.model
+    return _merged({k: v for module in state.raw.values() for k, v in gather_canonical(module, model).items()})
+
+
+def _merged(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What all ranks hold, on rank 0, which checks that copies agree."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     merged: dict[str, torch.Tensor] = {}
@@ -177,12 +208,26 @@ def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
     return merged
 
 
-def step_gradients(plan: ExperimentPlan, samples: Samples, step: int = 0) -> dict[str, torch.Tensor]:
-    """Gradients of one step from the plan's initial weights, before clipping, on rank 0. Runs on a rank of the pool."""
-    state = build_state(plan)
+def gradients_of_steps(plans: Sequence[ExperimentPlan], samples: Samples) -> list[dict[str, torch.Tensor]]:
+    """Gradients of the first global batch by each plan, before clipping, on rank 0. Runs on a rank of the pool.
+
+    The plans differ in their batch keys only: one built state, with the initial weights, serves all.
+    """
+    state = build_state(plans[0])
     try:
-        batches = macro_batches(plan, samples, dist.get_rank(), step)
-        TrainStep(state).accumulate(batches, loss_weights(plan, samples, step))
-        return full_gradients(state)
+        return [accumulated(dataclasses.replace(state, plan=plan), samples) for plan in plans]
     finally:
         state.topology.destroy()
+
+
+def accumulated(
+    state: TrainState, samples: Samples, step: int = 0, weights: LossWeights | None = None
+) -> dict[str, torch.Tensor]:
+    """Gradients of one step at the current weights, on rank 0. Collective over the world.
+
+    Args:
+        weights: of the loss; None takes those of the global batch, which are right.
+    """
+    batches = macro_batches(state.plan, samples, dist.get_rank(), step)
+    TrainStep(state).accumulate(batches, weights or loss_weights(state.plan, samples, step))
+    return full_gradients(state)

@@ -1,8 +1,8 @@
 """Standing gloo ranks for tests: started once, used by every multi-rank test of the session.
 
 Start-up (importing torch and Megatron-Core) costs several seconds a process, a test case a fraction of one. So the
-ranks stay, and each case only makes a new process group. A case that fails or overruns its time ends all ranks; the
-next case starts fresh ones.
+ranks stay, and each case only makes a new process group; the cases of a `session` share even that. A case that fails or
+overruns its time ends all ranks; the next case starts fresh ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -39,13 +40,33 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         RankFailure: the first rank's traceback when one raised.
         RankTimeout: when ranks hang; it names those that did not answer.
     """
-    _POOL.ensure(world_size)
-    return _POOL.run(world_size, fn, args, timeout)
+    with _POOL.session(world_size) as run:
+        return run(fn, *args, timeout=timeout)
 
 
-class _Pool:
+class Pool:
+    """A set of ranks of its own; `run_ranks` uses one that all tests share."""
+
     def __init__(self) -> None:
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        atexit.register(self.end)
+
+    @contextmanager
+    def session(self, size: int) -> Iterator[Callable[..., list[Any]]]:
+        """`run(fn, *args, timeout=60.0)` as `run_ranks`, with one default process group for all calls of the session.
+
+        What `fn` keeps in a module's globals (a built model, say) is there in the next call.
+        """
+        self.ensure(size)
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            store = os.path.join(folder, "store")
+
+            def run(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+                return self._run(size, store, fn, args, timeout)
+
+            yield run
+            if self.workers:
+                self._run(size, store, None, (), 60.0)
 
     def ensure(self, size: int) -> None:
         """Starts what is missing and waits until all have imported torch and Megatron-Core."""
@@ -64,12 +85,14 @@ class _Pool:
                 raise RankTimeout("ranks did not start within 120 s")
             connection.recv()
 
-    def run(self, size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            store = os.path.join(folder, "store")
-            for rank in range(size):
-                self.workers[rank][1].send((rank, size, store, fn, args))
-            return self._collect(size, timeout)
+    def _run(
+        self, size: int, store: str, fn: Callable[..., Any] | None, args: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
+        if not self.workers:
+            raise RankFailure("the ranks of this session have ended")
+        for rank in range(size):
+            self.workers[rank][1].send((rank, size, store, fn, args))
+        return self._collect(size, timeout)
 
     def _collect(self, size: int, timeout: float) -> list[Any]:
         pending = {self.workers[rank][1]: rank for rank in range(size)}
@@ -121,14 +144,20 @@ def _serve(connection: Connection) -> None:
             return
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-            value = fn(*args)
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+            value = fn(*args) if fn is not None else None
             dist.barrier()
-            dist.destroy_process_group()
+            if fn is None:
+                dist.destroy_process_group()
             connection.send((True, value))
-        except BaseException:  # noqa: BLE001 - whatever a case raises belongs to the test
+        except BaseException:  # whatever a case raises belongs to the test
             connection.send((False, traceback.format_exc()))
 
 
-_POOL = _Pool()
-atexit.register(_POOL.end)
+def shared_pool() -> Pool:
+    """The pool of `run_ranks`, for sessions."""
+    return _POOL
+
+
+_POOL = Pool()

@@ -147,7 +147,7 @@ def swap_rows(*args: object) -> list[object]:
 @pytest.mark.parametrize("breakage", [lose_the_choice_of_sender, swap_rows])
 def test_the_check_sees_a_broken_rule(breakage: object) -> None:
     _, vision, language, sequence_parallel = LAYOUTS[0]
-    with pytest.raises(RankFailure, match="AssertionError|not close"):
+    with pytest.raises(RankFailure, match=r"AssertionError|not close"):
         run_ranks(4, breakage, vision, language, sequence_parallel)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.harness import Samples, make_plan, step_gradients
+from tests.dist.harness import Samples, gradients_of_steps, make_plan
 from tests.dist.pool import run_ranks
 
 GLOBAL_BATCH, MICRO_BATCH = 24, 2
@@ -38,51 +38,98 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def batch_keys(world: int, keys: dict[str, Any], factor: int) -> dict[str, Any]:
-    """Batch keys that give this vit_batch_factor."""
-    if not keys.get("use_mimo", True):
-        return {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": MICRO_BATCH}
+    """Batch keys that give this vit_batch_factor: 6 microbatches (4 at world 6) of 4 samples over the replicas."""
     language_dp = world // (keys.get("tensor_model_parallel_size", 1) * keys.get("pipeline_model_parallel_size", 1))
-    vision_dp = world // keys.get("vision_tensor_model_parallel_size", 1)
-    vision_micro, rest = divmod(factor * language_dp * MICRO_BATCH, vision_dp)
-    assert not rest and vision_micro, f"factor {factor} is not to be had with {keys}"
-    return {
-        "global_batch_size": GLOBAL_BATCH, "micro_batch_size": MICRO_BATCH, "vision_micro_batch_size": vision_micro,
-    }  # fmt: skip
+    micro_batch_size = max(4 // language_dp, 2 if language_dp == 3 else 1)
+    found = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro_batch_size}
+    if keys.get("use_mimo", True):
+        vision_dp = world // keys.get("vision_tensor_model_parallel_size", 1)
+        vision_micro, rest = divmod(factor * language_dp * micro_batch_size, vision_dp)
+        assert rest == 0 < vision_micro, f"factor {factor} is not to be had with {keys}"
+        found["vision_micro_batch_size"] = vision_micro
+    return found
+
+
+def factors(name: str) -> list[int]:
+    """1, 2, 4, and one that does not divide the number of microbatches (4 and 5 for 6 of them, 3 for 4)."""
+    world, keys = LAYOUTS[name]
+    if not keys.get("use_mimo", True):
+        return [1]
+    return [1, 2, 3, 4] if world == 6 else [1, 2, 4, 5]
 
 
 @cache
 def reference(samples: Samples, **keys: Any) -> dict[str, torch.Tensor]:
     """Gradients of the same batch in one process."""
     plan = make_plan(1, global_batch_size=GLOBAL_BATCH, micro_batch_size=3, vision_micro_batch_size=6, **keys)
-    return run_ranks(1, step_gradients, plan, samples)[0]
+    return run_ranks(1, gradients_of_steps, [plan], samples)[0][0]
 
 
-def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], label: str) -> None:
     """Every parameter within |g - g_ref| <= 2e-5 |g_ref| + 5e-6 |module gradient|."""
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), label
     wrong = []
-    for part in ("model.visual", ""):
-        names = [name for name in expected if name.startswith("model.visual") == bool(part)]
+    for visual in (True, False):
+        names = [name for name in expected if name.startswith("model.visual") == visual]
         total = torch.stack([expected[name].norm() for name in names]).norm() if names else torch.tensor(0.0)
         for name in names:
             error, scale = (found[name] - expected[name]).norm(), expected[name].norm()
             if not error <= RELATIVE * scale + OF_MODULE * total:
-                wrong.append(f"{name}: |g - g_ref| = {error:.3e}, |g_ref| = {scale:.3e}, module {total:.3e}")
+                wrong.append(f"{label}: {name}: |g - g_ref| = {error:.3e}, |g_ref| = {scale:.3e}, module {total:.3e}")
     assert not wrong, "\n".join(wrong)
 
 
-MIXED = Samples(seed=1, without_images=(0, 1, 2, 3, 20, 21, 22, 23))  # replicas without images
-
-
-CASES = [
-    (name, factor)
-    for name, (_, keys) in LAYOUTS.items()
-    for factor in ([1, 2, 4, 5] if keys.get("use_mimo", True) else [1])
-]
-
-
-@pytest.mark.parametrize(("name", "factor"), CASES)
-def test_gradients_equal_the_single_process(name: str, factor: int) -> None:
+def check(name: str, samples: Samples, factors: list[int], **model: Any) -> None:
+    """The gradients of a layout with these factors against the single process; `model` are keys of both."""
     world, keys = LAYOUTS[name]
-    found = run_ranks(world, step_gradients, make_plan(world, **keys, **batch_keys(world, keys, factor)), MIXED)[0]
-    compare(found, reference(MIXED))
+    plans = [make_plan(world, **keys, **model, **batch_keys(world, keys, factor)) for factor in factors]
+    assert [plan.batch.vit_batch_factor for plan in plans if plan.layout == "colocated"] == factors or "uni" in name
+    found = run_ranks(world, gradients_of_steps, plans, samples, timeout=240)[0]
+    for factor, gradients in zip(factors, found, strict=True):
+        compare(gradients, reference(samples, **model), f"{name} factor {factor}")
+
+
+# Replicas without images, with factor 1 in a whole macro batch.
+MIXED = Samples(seed=1, without_images=(0, 1, 2, 3, 20, 21, 22, 23))
+NO_IMAGES = Samples(seed=2, images=(0,))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_equal_the_single_process(name: str) -> None:
+    check(name, MIXED, factors(name))
+
+
+@pytest.mark.parametrize("name", ["vit_dp4-llm_tp2dp2-sp", "vit_dp4-llm_tp2pp2", "vit_tp2dp2-llm_dp4"])
+def test_a_batch_without_images(name: str) -> None:
+    check(name, NO_IMAGES, [2])
+
+
+@pytest.mark.parametrize("name", ["vit_dp4-llm_tp2pp2-sp", "vit_tp2dp2-llm_tp2dp2"])
+@pytest.mark.parametrize(
+    "keys",
+    [{"untie_embeddings_and_output_weights": True}, {"mtp_num_layers": 0}],
+    ids=["untied", "without-mtp"],
+)
+def test_other_heads(name: str, keys: dict[str, Any]) -> None:
+    """Output weights of their own, and no multi-token prediction."""
+    check(name, MIXED, [2], **keys)
+
+
+FROZEN = {
+    "vision": {"freeze_vision": True},
+    "encoder": {"freeze_vision": True, "freeze_merger": True},
+    "merger": {"freeze_merger": True},
+    "language": {"freeze_language": True},
+    "all-but-merger": {"freeze_vision": True, "freeze_language": True},
+}
+
+
+@pytest.mark.parametrize("name", ["vit_dp4-llm_tp2dp2", "vit_dp4-llm_tp2pp2-sp", "vit_tp2dp2-llm_tp2dp2"])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parts(name: str, frozen: str) -> None:
+    """The other parts' gradients are unchanged, with microbatches of text alone among the others."""
+    check(name, MIXED, [4], **FROZEN[frozen])
+    whole = reference(MIXED)
+    part = reference(MIXED, **FROZEN[frozen])
+    assert part
+    compare(part, {key: whole[key] for key in part}, f"frozen {frozen}")
