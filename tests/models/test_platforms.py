@@ -121,8 +121,8 @@ def test_the_cpu_answers_for_cuda() -> None:
     assert answers == {**expected, "name": "cpu"}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_cuda_without_gpu_is_refused() -> None:
+def test_cuda_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"system\.platform"):
         get_platform("cuda")
 

@@ -82,12 +82,3 @@ def test_frozen_parts_get_no_gradients_and_keep_no_activations() -> None:
     merger = run_ranks(1, vision_alone, tiny_model(freeze_merger=True), batch)[0]
     assert merger["gradients"].keys() == {name for name in free["gradients"] if ".merger." not in name}
     assert "model.visual.pos_embed.weight" in merger["gradients"]
-
-
-def test_recomputed_activations_give_the_same_gradients() -> None:
-    batch = make_batch(tiny_model(), [[1, (4, 4), 2, (2, 6)]])
-    kept = run_ranks(1, vision_alone, tiny_model(), batch)[0]
-    again = run_ranks(1, vision_alone, tiny_model(vision_recompute=True), batch)[0]
-    assert again["kept"] < kept["kept"]
-    for name, value in kept["gradients"].items():
-        torch.testing.assert_close(again["gradients"][name], value)

@@ -72,7 +72,7 @@ def tp_sum_params(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     ]
 
 
-def _finish(module: torch.nn.Module, model: ModelConfig, bf16: bool, platform: Platform) -> torch.nn.Module:
+def _finish[M: torch.nn.Module](module: M, model: ModelConfig, bf16: bool, platform: Platform) -> M:
     module.to(device=platform.device, dtype=torch.bfloat16 if bf16 else torch.float32)
     init_weights(module, model, model.seed)
     freeze(module, model)
