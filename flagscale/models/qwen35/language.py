@@ -27,9 +27,9 @@ class VisualRows:
     """Visual embeddings and where they go, for this rank's tokens of one microbatch.
 
     Targets count rows of the flattened [S_local, B, D] embedding: row = s_local * B + b. Placeholders elsewhere on
-    other ranks (sequence parallelism, other stages) have no entry. Target S_local * B drops its row, which lets lists of
-    any length be padded to one shape. The gradient of `embeddings_VD` is complete on every
-    tensor parallel rank without sequence parallelism, and covers this rank's tokens only with it.
+    other ranks (sequence parallelism, other stages) have no entry. Target S_local * B drops its row, which lets lists
+    of any length be padded to one shape. The gradient of `embeddings_VD` is complete on every tensor parallel rank
+    without sequence parallelism, and covers this rank's tokens only with it.
 
     Attributes:
         embeddings_VD: rows of the vision encoder.
