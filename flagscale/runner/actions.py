@@ -11,7 +11,7 @@ from pathlib import Path
 from flagscale.config.schema import Config
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.plan.save import save_run_files
-from flagscale.runner import background, control, local, remote, render
+from flagscale.runner import background, control, local, remote, render, slurm
 from flagscale.runner.progress import Console
 from flagscale.runner.record import claim
 from flagscale.runner.scripts import local_script, write_private
@@ -47,6 +47,8 @@ def attend(config: Config, action: str) -> int:
     """
     assert action in ("query", "stop"), f"no job is attended by action {action!r}"
     exp_dir, console, runner = Path(config.experiment.exp_dir), Console(sys.stdout), config.experiment.runner
+    if runner.type == "slurm":
+        return slurm.attend(config, action, console)
     if runner.type == "ssh":
         return remote.query(config, console) if action == "query" else remote.stop(config, console)
     if action == "query":
@@ -56,10 +58,12 @@ def attend(config: Config, action: str) -> int:
 
 def _run(plan: ExperimentPlan, workdir: Path, console: Console) -> int:
     """Write the run's files and start the job."""
-    prepare = {"local": _local_launch, "ssh": remote.launch}[plan.config.experiment.runner.type]
+    prepare = {"local": _local_launch, "ssh": remote.launch, "slurm": slurm.launch}[plan.config.experiment.runner.type]
     with claim(plan.exp_dir):
+        slurm.require_no_job(plan.exp_dir)
         launch = prepare(plan, workdir, console)
-        if plan.config.experiment.runner.detach:
+        # Slurm's jobs are in the background anyway: nobody has to stay with them.
+        if plan.config.experiment.runner.detach and plan.config.experiment.runner.type != "slurm":
             return background.run_detached(plan.exp_dir, launch, console)
         return launch(console, lambda: None)
 

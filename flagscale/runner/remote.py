@@ -91,7 +91,7 @@ def _job(plan: ExperimentPlan, findings: Sequence[Findings], workdir: Path) -> s
     """Write the plan, and render what each host gets."""
     config, runner = plan.config, plan.config.experiment.runner
     written = save_run_files(plan)
-    copied = {str(path): path.read_text(encoding="utf-8") for path in written} if runner.no_shared_fs else {}
+    copies = {str(path): path.read_text(encoding="utf-8") for path in written}
     head, port = findings[0].host.address, int(findings[0].facts["port"])
     requests = []
     for index, found in enumerate(findings):
@@ -103,10 +103,10 @@ def _job(plan: ExperimentPlan, findings: Sequence[Findings], workdir: Path) -> s
                 "name": found.host.address,
                 "exp_dir": str(plan.exp_dir),
                 "home": str(home),
-                "files": {**copied, str(home / "launch.sh"): script},
+                "files": {**({} if found.facts["sees_exp_dir"] else copies), str(home / "launch.sh"): script},
                 "stop_grace": runner.stop_grace,
                 "train_iters": config.model.train_iters,
-                "forward": runner.no_shared_fs,
+                "forward": not found.facts["sees_exp_dir"],
             }
         )
     return ssh.SshJob(

@@ -155,8 +155,8 @@ def launch_script(command: list[str], script: Script) -> str:
         # User text often reads variables that may be unset, as environment modules do.
         lines += ["set +u", script.cmds.before_start.strip(), *_BEFORE]
     if not script.cmds.after_stop:
-        return "\n".join([*lines, f"exec {_wrapped(command)}"]) + "\n"
-    lines += [f"{_wrapped(command)} &", *_AFTER, script.cmds.after_stop.strip(), ") || echo after_stop failed >&2"]
+        return "\n".join([*lines, f"exec {quoted_lines(command)}"]) + "\n"
+    lines += [f"{quoted_lines(command)} &", *_AFTER, script.cmds.after_stop.strip(), ") || echo after_stop failed >&2"]
     return "\n".join([*lines, 'exit "$code"']) + "\n"
 
 
@@ -177,7 +177,7 @@ _AFTER = (
 )
 
 
-def _wrapped(command: list[str]) -> str:
+def quoted_lines(command: list[str]) -> str:
     """The command over several lines, an option with its value on each."""
     lines: list[str] = []
     for argument in command:

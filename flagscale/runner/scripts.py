@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import flagscale
 from flagscale.plan.plan import ExperimentPlan
-from flagscale.runner import render
+from flagscale.runner import render, sbatch
 
 
 def local_script(plan: ExperimentPlan, workdir: Path) -> str:
@@ -23,6 +24,17 @@ def node_script(plan: ExperimentPlan, workdir: Path, node: render.Node, cores: i
     """
     command = render.torchrun_command(plan.config, plan.exp_dir, node=node)
     return render.launch_script(command, _surroundings(plan, workdir, cores, host=node.address))
+
+
+def slurm_scripts(plan: ExperimentPlan, workdir: Path) -> dict[Path, str]:
+    """Path and text of the batch script, and of the script that it starts on every node."""
+    runner = plan.config.experiment.runner
+    script = _surroundings(plan, workdir, runner.slurm.cpus_per_task or runner.nproc_per_node)
+    script = replace(script, setup=sbatch.node_setup(plan.config, plan.exp_dir))
+    return {
+        plan.exp_dir / "launch.sbatch": sbatch.batch_script(plan.config, plan.exp_dir),
+        plan.exp_dir / "launch.sh": render.launch_script(list(plan.command), script),
+    }
 
 
 def _surroundings(plan: ExperimentPlan, workdir: Path, cores: int, host: str | None = None) -> render.Script:

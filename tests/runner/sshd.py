@@ -71,7 +71,7 @@ class Servers:
             known.write(f"[{address}]:{port} {key}\n")
         command = [str(shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")), "-D", "-e", "-f", str(config)]
         if private is not None:
-            mount = f"mount -t tmpfs none {private} && exec \"$@\""
+            mount = f'mount -t tmpfs none {private} && exec "$@"'
             command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh", *command]
         process = subprocess.Popen(command, start_new_session=True)
         server = Server(address=address, port=port, process=process)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -97,7 +96,9 @@ def wait_for(cluster: Cluster, process: subprocess.Popen[str], count: int) -> No
 
 
 def test_two_hosts_end_well_and_are_heard(cluster: Cluster) -> None:
-    code, output = cluster.run(**{"+experiment.envs.SECRET": "'a b $c'"}, experiment__node_envs="{127.0.0.3: {WHERE: three}}")
+    code, output = cluster.run(
+        **{"+experiment.envs.SECRET": "'a b $c'"}, experiment__node_envs="{127.0.0.3: {WHERE: three}}"
+    )
     assert code == 0, output
     assert "iteration 300/300" in output
     for host in ("127.0.0.2", "127.0.0.3"):
@@ -109,3 +110,98 @@ def test_two_hosts_end_well_and_are_heard(cluster: Cluster) -> None:
     code, output = cluster.run(action="query")
     assert code == 0
     assert output.count("finished with exit code 0") == 3, "the launcher and both hosts"
+
+
+def test_rank_that_raises_ends_both_hosts(cluster: Cluster) -> None:
+    code, output = cluster.run(**{"+experiment.envs.TINY_MODE": "raise"})
+    assert code == 1, output
+    assert "ValueError: the loss is nan" in output
+    assert "failed with exit code 1" in output
+    assert cluster.members == []
+
+
+def test_stop_and_query_reach_all_hosts_and_may_be_repeated(cluster: Cluster) -> None:
+    assert "never started" in cluster.run(action="stop")[1]
+    job = cluster.start(**{"+experiment.envs.TINY_MODE": "wait"})
+    wait_for(cluster, job, 4)
+    output = cluster.run(action="query")[1]
+    assert output.count("running since") == 3
+    assert "iteration 300/300" in output
+    refused = cluster.run(action="run")
+    assert refused[0] == 2
+    assert "a job runs in this folder" in refused[1]
+    for words in ("stopped", "nothing to stop"):
+        code, output = cluster.run(action="stop")
+        assert (code, words in output) == (0, True), output
+        assert cluster.members == []
+    assert job.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_killed_launcher_leaves_nothing(cluster: Cluster) -> None:
+    job = cluster.start(**{"+experiment.envs.TINY_MODE": "wait"})
+    wait_for(cluster, job, 4)
+    job.kill()
+    job.wait()
+    deadline = time.monotonic() + 60
+    while cluster.members:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_lost_host_and_a_restart_on_the_other(tmp_path: Path, servers: Servers, hosts: tuple[Server, Server]) -> None:
+    doomed = servers.start("127.0.0.4")
+    cluster = Cluster(tmp_path, servers, hosts[0], doomed)
+    own = {"experiment.runner.max_restarts": 1, "experiment.runner.min_nnodes": 1}
+    job = cluster.start(**own, **{"+experiment.envs.TINY_MODE": "wait_if_4"})
+    wait_for(cluster, job, 4)
+    servers.kill(doomed)
+    output, _ = job.communicate(timeout=240)
+    assert job.returncode == 0, output
+    assert "host 127.0.0.4 is left out: cannot be reached" in output
+    assert "restart on 1 hosts; 0 restarts left" in output
+    assert output.count("of 2 is done") == 2
+    assert json.loads((cluster.exp_dir / "plan.json").read_text())["world_size"] == 2
+
+
+def test_preflight_names_what_is_wrong_where(
+    tmp_path: Path, servers: Servers, hosts: tuple[Server, Server], cluster: Cluster
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    alone = servers.start("127.0.0.5", private=private)
+    gone = Server(address="127.0.0.6", port=hosts[0].port, process=hosts[0].process)
+    hostfile = servers.hostfile(hosts[0], alone, gone)
+    cluster.exp_dir = private / "run"
+    code, output = cluster.run(
+        experiment__runner__hostfile=hostfile,
+        experiment__runner__nnodes=3,
+        experiment__exp_dir=cluster.exp_dir,
+        experiment__runner__nproc_per_node=2,
+        model__tensor_model_parallel_size=1,
+        model__global_batch_size=24,
+        model__vision_micro_batch_size=4,
+        experiment__runner__master_port=hosts[0].port,
+    )
+    assert code == 2, output
+    assert f"host 127.0.0.2: has no free port {hosts[0].port}" in output
+    assert f"host 127.0.0.5: does not see experiment.exp_dir {cluster.exp_dir}" in output
+    assert "host 127.0.0.6: cannot be reached (ssh: connect to host 127.0.0.6" in output
+    assert "127.0.0.6  -" in output, "the table"
+    assert sorted(path.name for path in cluster.exp_dir.iterdir()) == ["run.lock"], "nothing was started or written"
+
+
+def test_host_without_the_shared_folder(tmp_path: Path, servers: Servers, cluster: Cluster) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    hostfile = servers.hostfile(servers.start("127.0.0.7", private=private))
+    cluster.exp_dir = private / "run"
+    code, output = cluster.run(
+        experiment__runner__hostfile=hostfile,
+        experiment__runner__nnodes=1,
+        experiment__exp_dir=cluster.exp_dir,
+        experiment__runner__no_shared_fs="true",
+    )
+    assert code == 0, output
+    assert "iteration 300/300" in output
+    assert len((cluster.exp_dir / "metrics.jsonl").read_text().splitlines()) == 300
+    assert not list(cluster.exp_dir.glob("nodes/*")), "the host's files stay on the host"

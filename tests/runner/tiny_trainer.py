@@ -1,6 +1,7 @@
 """A trainer without a model: reads the plan, reports iterations, and may fail or hang on rank 1.
 
-Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM), or `wait`; WHERE is printed.
+Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM), `wait`, or `wait_if_4` (in a world of 4);
+WHERE is printed.
 Each rank writes its process id to exp_dir/rank<r>.pid.
 """
 
@@ -17,6 +18,8 @@ rank = int(os.environ["RANK"])
 plan_path = Path(sys.argv[sys.argv.index("--plan") + 1])
 plan = json.loads(plan_path.read_text())
 mode = os.environ.get("TINY_MODE", "")
+if mode == "wait_if_4":
+    mode = "wait" if os.environ["WORLD_SIZE"] == "4" else ""
 
 if mode == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

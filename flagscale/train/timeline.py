@@ -1,0 +1,88 @@
+"""A picture of the phases of profiled iterations, a row a rank, drawn from the Chrome traces in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagscale.config.errors import UserError
+
+MARK = "phase: "
+"""Starts the name of a phase among the trace's other annotations."""
+PHASES = {
+    "vision_forward": ("ViT forward", "tab:blue"),
+    "exchange": ("exchange", "tab:orange"),
+    "language": ("LLM microbatches", "tab:green"),
+    "vision_backward": ("ViT backward", "tab:purple"),
+    "reduce": ("gradient reduction", "tab:brown"),
+    "optimizer": ("optimizer", "tab:red"),
+}
+MICROBATCH = "microbatch"
+"""Forward of one microbatch, inside the phase `language`: a line where it starts."""
+_ON_GPU = "gpu_user_annotation"
+_ON_CPU = "user_annotation"
+_ROWS_SHOWN = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One run of a phase: its name, start and length in seconds."""
+
+    phase: str
+    start: float
+    length: float
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The phases of a trace, by start. On a GPU the time between their first and last kernel counts, not the host's.
+
+    Raises:
+        UserError: when the file is no trace.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is no Chrome trace ({type(error).__name__}); experiment.profile writes one") from error
+    phases = [event for event in events if str(event.get("name", "")).startswith(MARK) and "dur" in event]
+    on_gpu = [event for event in phases if event.get("cat") == _ON_GPU]
+    chosen = on_gpu or [event for event in phases if event.get("cat") == _ON_CPU]
+    spans = [
+        Span(phase=event["name"].removeprefix(MARK), start=event["ts"] / 1e6, length=event["dur"] / 1e6)
+        for event in chosen
+    ]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def draw_timeline(folder: Path) -> Path:
+    """Draw `timeline.png` from the folder's `rank<r>.json` and return its path.
+
+    Raises:
+        UserError: when there is no trace, or none with a phase.
+    """
+    traces = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.json")}
+    spans = {rank: read_trace(traces[rank]) for rank in sorted(traces)[:_ROWS_SHOWN]}
+    if not any(spans.values()):
+        raise UserError(f"{folder}: holds no trace with phases; write some with experiment.profile")
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    begin = min(span.start for row in spans.values() for span in row)
+    figure, axes = plt.subplots(figsize=(12, 1.5 + 0.5 * len(spans)), layout="constrained")
+    for row, rank in enumerate(spans):
+        for phase, (_, colour) in PHASES.items():
+            bars = [(1e3 * (span.start - begin), 1e3 * span.length) for span in spans[rank] if span.phase == phase]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
+        starts = [1e3 * (span.start - begin) for span in spans[rank] if span.phase == MICROBATCH]
+        axes.vlines(starts, row - 0.4, row + 0.4, colors="black", linewidth=0.6)
+    axes.set_yticks(range(len(spans)), [f"rank {rank}" for rank in spans])
+    axes.invert_yaxis()
+    axes.set_xlabel("time (ms); black lines: a microbatch of the language model starts")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour in PHASES.values()]
+    axes.legend(handles, [name for name, _ in PHASES.values()], ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    target = folder / "timeline.png"
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+    return target
