@@ -97,7 +97,7 @@ class Exchange:
         self._received, self._slices, num_received = self._received_rows(forward, rank)
         self._forward = Traffic.build(forward, rank, world, made, self._received, num_received)
         self._backward = Traffic.build(backward, rank, world, self._received, made, num_made)
-        self.travelling_rows = travelling_rows(forward) + travelling_rows(backward)
+        self._travelling_rows = travelling_rows(forward), travelling_rows(backward)
 
     def send_embeddings(self, rows_VD: torch.Tensor) -> torch.Tensor:
         """rows_VD -> rows_RD. Collective over the world; a rank without rows takes part with none."""
@@ -106,6 +106,11 @@ class Exchange:
     def send_gradients(self, grads_RD: torch.Tensor) -> torch.Tensor:
         """grads_RD -> grads_VD, summed over the ranks that used a row: the adjoint of `send_embeddings`."""
         return _all_to_all(grads_RD, self._backward)
+
+    def travelling_rows(self, *, backward: bool) -> int:
+        """Rows that leave their rank over the whole job: the embeddings and, with `backward`, their gradients."""
+        there, back = self._travelling_rows
+        return there + back if backward else there
 
     def microbatch_slice(self, microbatch: int) -> slice:
         """The received rows (of R) that belong to one microbatch of the macro batch; they lie together."""

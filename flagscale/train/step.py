@@ -112,7 +112,8 @@ class TrainStep:
                     grads_VD = exchange.send_gradients(_collect_gradients(rows))
                 with self._phase("vision_backward"):
                     self._encoder.backward(grads_VD)
-            report.count(macro, exchange.travelling_rows * model.hidden_size * state.dtype.itemsize)
+            moved = exchange.travelling_rows(backward=self._trains_vision)
+            report.count(macro, moved * model.hidden_size * state.dtype.itemsize)
 
         # Reduce the gradients of each module over its own grid.
         with self._phase("reduce"):

@@ -107,7 +107,7 @@ def check_case(vision: Grid, language: Grid, sequence_parallel: bool, seed: int)
         for row in range(item.num_tokens)
     ]
     torch.testing.assert_close(grads_VD, torch.tensor(wanted).reshape(-1, 1).expand(-1, WIDTH))
-    return exchange.travelling_rows
+    return exchange.travelling_rows(backward=True)
 
 
 def run_cases(layouts: list[tuple[Grid, Grid, bool]], seeds: list[int]) -> list[int]:
