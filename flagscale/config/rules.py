@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flagscale.config.errors import ConfigError, UserError
+from flagscale.config.expert_rules import EXPERT_RULES
 from flagscale.config.launch_rules import LAUNCH_RULES
 from flagscale.config.schema import Config
 
@@ -298,3 +299,4 @@ def field_errors(config: Config) -> list[UserError]:
 def _divisors_remedy(number: int, near: int) -> str:
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     return f"use {' or '.join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - near))[:2]))}"
+    *EXPERT_RULES,

@@ -204,7 +204,14 @@ class ModelConfig:
     # --- language model
     num_layers: int = key(REQUIRED, "decoder layers", minimum=1)
     hidden_size: int = key(REQUIRED, "width of the residual stream", minimum=1)
-    ffn_hidden_size: int = key(REQUIRED, "width of the gated MLP", minimum=1)
+    ffn_hidden_size: int = key(0, "width of the gated MLP; 0 in a model with experts", minimum=0)
+    num_experts: int = key(0, "routed experts of a layer; 0: a dense model", minimum=0)
+    moe_router_topk: int = key(0, "routed experts that a token goes to", minimum=0)
+    moe_ffn_hidden_size: int = key(0, "width of a routed expert", minimum=0)
+    moe_shared_expert_intermediate_size: int = key(0, "width of the gated expert that every token goes to", minimum=0)
+    moe_aux_loss_coeff: float = key(
+        0.001, "weight of the load-balancing loss of a layer (transformers' is moe_router_topk times it)", minimum=0
+    )
     num_attention_heads: int = key(REQUIRED, "query heads of a full-attention layer", minimum=1)
     num_query_groups: int = key(REQUIRED, "key/value heads of a full-attention layer", minimum=1)
     kv_channels: int = key(256, "dimension of an attention head", minimum=1)
@@ -246,6 +253,9 @@ class ModelConfig:
     )
     tensor_model_parallel_size: int = key(1, "tensor parallel ranks of the language model", minimum=1)
     pipeline_model_parallel_size: int = key(1, "pipeline stages of the language model", minimum=1)
+    expert_model_parallel_size: int = key(
+        1, "ranks that the experts of a layer are dealt to, out of tensor x data parallel ranks", minimum=1
+    )
     sequence_parallel: bool = key(
         False, "split activations along the sequence over the language model's tensor parallel ranks"
     )

@@ -26,7 +26,7 @@ def grids_of(config: Config) -> dict[str, Grid]:
     """
     model, world = config.model, world_size_of(config)
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    language = Grid(tp=tp, pp=pp, dp=world // (tp * pp))
+    language = Grid(tp=tp, pp=pp, dp=world // (tp * pp), ep=model.expert_model_parallel_size)
     if layout_of(config) == "unified":
         return {VISION: Grid(tp=tp, dp=language.dp), LANGUAGE: language}
     vision_tp = model.vision_tensor_model_parallel_size

@@ -92,7 +92,11 @@ def _gdn(model: ModelConfig) -> float:
 
 
 def _mlp(model: ModelConfig) -> float:
-    return 6 * model.hidden_size * model.ffn_hidden_size
+    """The dense MLP, or router, shared expert with its gate and the chosen experts."""
+    if not model.num_experts:
+        return 6 * model.hidden_size * model.ffn_hidden_size
+    widths = model.moe_shared_expert_intermediate_size + model.moe_router_topk * model.moe_ffn_hidden_size
+    return 2 * model.hidden_size * (model.num_experts + 1) + 6 * model.hidden_size * widths
 
 
 def _head(model: ModelConfig) -> float:

@@ -1,8 +1,8 @@
 """Parallel layouts as values: which rank sits where, in pure integers.
 
 A grid places ranks on the axes (tp, cp, dp, pp), the first varying fastest, which is Megatron-Core's order
-"tp-cp-ep-dp-pp". Expert parallelism divides dp. No torch here: process groups are made from these lists in
-`flagscale.parallel.groups`.
+"tp-cp-ep-dp-pp". Experts are never split: expert parallelism divides tp x cp x dp. No torch here: process groups are
+made from these lists in `flagscale.parallel.groups`.
 """
 
 from __future__ import annotations
@@ -72,5 +72,6 @@ class Grid:
         return sorted(families.values())
 
     def expert_groups(self) -> list[list[int]]:
-        """Rank lists of the expert parallel groups: `ep` neighbouring dp coordinates each."""
-        return [group[i : i + self.ep] for group in self.groups("dp") for i in range(0, len(group), self.ep)]
+        """Rank lists of the expert parallel groups: `ep` neighbouring ranks of a pipeline stage each."""
+        stages = self.groups("tp", "cp", "dp")
+        return [stage[i : i + self.ep] for stage in stages for i in range(0, len(stage), self.ep)]

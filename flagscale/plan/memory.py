@@ -5,7 +5,7 @@ from __future__ import annotations
 from flagscale.config.schema import Config
 from flagscale.plan.images import assumed_grid
 from flagscale.plan.layout import LANGUAGE, VISION, Grid
-from flagscale.plan.params import parameter_counts
+from flagscale.plan.params import expert_parameters, parameter_counts
 from flagscale.plan.plan import BatchPlan, MemoryPlan
 
 
@@ -14,9 +14,12 @@ def memory_plan(config: Config, modules: dict[str, Grid], batch: BatchPlan) -> M
     model, language, vision = config.model, modules[LANGUAGE], modules[VISION]
     counts = parameter_counts(model)
     tables = model.vocab_size * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
-    stage = (counts["language"] - tables) // language.pp + tables + counts["mtp"]
+    experts = (model.num_layers // language.pp + model.mtp_num_layers) * expert_parameters(model)
+    stage = (counts["language"] - tables) // language.pp + tables + counts["mtp"] - experts
+    expert_dp = language.tp * language.dp // language.ep
     parts = (
         (stage // language.tp, language.dp, model.freeze_language),
+        (experts // language.ep, expert_dp, model.freeze_language),
         (counts["vision"] // vision.tp, vision.dp, model.freeze_vision),
         (counts["merger"] // vision.tp, vision.dp, model.freeze_merger),
     )
@@ -37,7 +40,11 @@ def _language_activations(config: Config, language: Grid, batch: BatchPlan) -> i
         model.num_attention_heads * model.kv_channels, model.linear_num_value_heads * model.linear_value_head_dim
     )
     replicated = 10 * model.hidden_size // (language.tp if model.sequence_parallel else 1)
-    layer = replicated + (3 * model.ffn_hidden_size + 4 * heads) // language.tp
+    mlp = model.ffn_hidden_size + model.moe_shared_expert_intermediate_size
+    layer = replicated + (3 * mlp + 4 * heads) // language.tp
+    # A token's copies at its experts: input, output and three of the expert's width.
+    copies = 2 * model.hidden_size + 3 * model.moe_ffn_hidden_size
+    layer += model.moe_router_topk * copies // (language.tp if model.sequence_parallel else 1)
     in_flight = min(language.pp, batch.num_microbatches)
     logits = (1 + model.mtp_num_layers) * 2 * 4 * model.vocab_size // language.tp
     return tokens * (number * layer * -(-model.num_layers // language.pp) * in_flight + logits)

@@ -66,8 +66,26 @@ def gdn_parameters(model: ModelConfig) -> int:
 
 
 def mlp_parameters(model: ModelConfig) -> int:
-    """Gated MLP: gate, up and down."""
-    return 3 * model.hidden_size * model.ffn_hidden_size
+    """Gated MLP (gate, up and down); or the routed experts and what every token passes beside them."""
+    return 3 * model.hidden_size * model.ffn_hidden_size + expert_parameters(model) + shared_parameters(model)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """All routed experts of a layer; 0 in a dense model."""
+    return model.num_experts * 3 * model.hidden_size * model.moe_ffn_hidden_size
+
+
+def shared_parameters(model: ModelConfig) -> int:
+    """Router, shared expert and its gate; 0 in a dense model."""
+    if not model.num_experts:
+        return 0
+    return model.hidden_size * (model.num_experts + 3 * model.moe_shared_expert_intermediate_size + 1)
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters of the language model that a token meets, without MTP."""
+    idle = model.num_experts - model.moe_router_topk
+    return language_parameters(model) - model.num_layers * idle * 3 * model.hidden_size * model.moe_ffn_hidden_size
 
 
 def attention_layers(model: ModelConfig) -> int:

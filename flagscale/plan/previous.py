@@ -12,7 +12,8 @@ ARCHITECTURE = (
     "name", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
     "linear_value_head_dim", "linear_conv_kernel_dim", "vocab_size", "untie_embeddings_and_output_weights",
-    "mtp_num_layers", "vision_num_layers", "vision_hidden_size", "vision_ffn_hidden_size", "vision_num_attention_heads",
+    "mtp_num_layers", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "vision_num_layers", "vision_hidden_size", "vision_ffn_hidden_size", "vision_num_attention_heads",
     "vision_patch_size", "vision_temporal_patch_size", "vision_spatial_merge_size", "vision_num_position_embeddings",
 )  # fmt: skip
 """Keys of `model` that decide which tensors a checkpoint holds, and how they are read."""

@@ -98,6 +98,19 @@ def pipeline_divides_layers(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def experts_fall_on_ranks(config: Config) -> Iterator[ConfigError]:
+    """Every expert parallel rank holds as many experts, and a pipeline stage is a whole number of groups."""
+    model, ep = config.model, config.model.expert_model_parallel_size
+    stage = world_size_of(config) // model.pipeline_model_parallel_size
+    if model.num_experts and (model.num_experts % ep or stage % ep):
+        yield ConfigError(
+            "model.expert_model_parallel_size",
+            ep,
+            f"must divide num_experts {model.num_experts} and the {stage} ranks of a pipeline stage",
+            _use([n for n in range(1, stage + 1) if model.num_experts % n == 0 and stage % n == 0], ep),
+        )
+
+
 def sequence_parallel_divides_the_sequence(config: Config) -> Iterator[ConfigError]:
     """Sequence parallelism gives every tensor parallel rank an equal share of a sequence."""
     model, tp = config.model, config.model.tensor_model_parallel_size
@@ -199,6 +212,7 @@ DEGREE_RULES: tuple[DegreeRule, ...] = (
     language_tp_divides_the_model,
     vision_tp_divides_the_encoder,
     pipeline_divides_layers,
+    experts_fall_on_ranks,
     sequence_parallel_divides_the_sequence,
     images_fit_the_sequence,
     processes_have_gpus,
@@ -217,7 +231,8 @@ def world_errors(config: Config) -> list[ConfigError]:
 
 def _language_split_names(model: ModelConfig) -> tuple[str, ...]:
     gdn = ("linear_num_key_heads", "linear_num_value_heads") if model.full_attention_interval > 1 else ()
-    return ("num_attention_heads", *gdn, "ffn_hidden_size", "vocab_size")
+    mlp = "moe_shared_expert_intermediate_size" if model.num_experts else "ffn_hidden_size"
+    return ("num_attention_heads", *gdn, mlp, "vocab_size")
 
 
 def _use(fits: list[int], near: int) -> str:
