@@ -6,7 +6,7 @@ Order of precedence, key by key: schema defaults < shipped YAML < the user's YAM
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,19 @@ def _make_paths_absolute(
         place = tree
         for section in sections:
             place = place.get(section, {})
+        settings = history.get(info.home)
+        base = base_folder(settings[-1].source if settings else "", primary, cwd)
         if isinstance(place.get(name), str):
-            settings = history.get(info.home)
-            source = settings[-1].source if settings else ""
-            place[name] = absolute(place[name], base_folder(source, primary, cwd))
+            place[name] = absolute(place[name], base)
+        elif isinstance(place.get(name), Mapping):  # entries that hold a path each
+            place[name] = {entry: _with_path(value, base) for entry, value in place[name].items()}
+
+
+def _with_path(entry: Any, base: Path) -> Any:
+    """An entry with its `path` made absolute; whatever else was written is left for the rules."""
+    if isinstance(entry, Mapping) and isinstance(entry.get("path"), str):
+        return {**entry, "path": absolute(entry["path"], base)}
+    return entry
 
 
 def _with_origins(build: Callable[[], Config], history: dict[str, list[Setting]]) -> Config:

@@ -12,9 +12,11 @@ from pathlib import Path
 from flagscale.config.errors import ConfigError, UserError
 from flagscale.config.expert_rules import EXPERT_RULES
 from flagscale.config.launch_rules import LAUNCH_RULES
+from flagscale.config.mix import sources_are_complete
 from flagscale.config.schema import Config
 
 Rule = Callable[[Config], Iterator[UserError]]
+DATA_FILES = ("*.tar", "*.parquet", "*/*.tar", "*/*.parquet")
 
 
 def query_groups_divide_heads(config: Config) -> Iterator[ConfigError]:
@@ -163,6 +165,18 @@ def pixel_bounds_are_ordered(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def video_frames_are_ordered(config: Config) -> Iterator[ConfigError]:
+    """The fewest frames of a video are not more than the most."""
+    data = config.data
+    if data.video_min_frames > data.video_max_frames:
+        yield ConfigError(
+            "data.video_min_frames",
+            data.video_min_frames,
+            f"must be at most video_max_frames {data.video_max_frames}",
+            "lower it or raise video_max_frames",
+        )
+
+
 def largest_image_is_a_token(config: Config) -> Iterator[ConfigError]:
     """An image has at least one merged patch."""
     side = config.model.vision_patch_size * config.model.vision_spatial_merge_size
@@ -236,23 +250,29 @@ def tokenizer_folder_is_given(config: Config) -> Iterator[ConfigError]:
 
 
 def files_exist(config: Config) -> Iterator[ConfigError]:
-    """Entrypoint and data are there."""
+    """Entrypoint and data are there; a folder of data holds Parquet or WebDataset files."""
+    entrypoint = config.experiment.task.entrypoint
+    if not Path(entrypoint).is_file():
+        kind = "is a folder, not a file" if Path(entrypoint).is_dir() else "is no file"
+        yield ConfigError("experiment.task.entrypoint", entrypoint, kind, "name the script that trains")
     data = config.data
-    files = {
-        "experiment.task.entrypoint": (config.experiment.task.entrypoint, "name the script that trains"),
-        "data.train_path": (
-            data.train_path,
-            "correct the path; `python tools/data/make_digits.py` writes the demo's data",
-        ),
-        "data.valid_path": (
-            data.valid_path,
-            "correct the path; `python tools/data/make_digits.py` writes the demo's data",
-        ),
-    }
-    for home, (path, remedy) in files.items():
-        if path is not None and not Path(path).is_file():
-            kind = "is a folder, not a file" if Path(path).is_dir() else "is no file"
-            yield ConfigError(home, path, kind, remedy)
+    paths = {"data.valid_path": data.valid_path}
+    if data.sources:
+        entries = ((name, entry) for name, entry in data.sources.items() if isinstance(entry, dict))
+        paths |= {f"data.sources.{name}.path": entry.get("path") for name, entry in entries}
+    else:
+        paths["data.train_path"] = data.train_path
+    for home, path in paths.items():
+        if path is None or Path(path).is_file():
+            continue
+        if not Path(path).is_dir():
+            yield ConfigError(
+                home, path, "is no file", "correct the path; `python tools/data/make_digits.py` writes the demo's data"
+            )
+        elif not any(next(Path(path).glob(pattern), None) for pattern in DATA_FILES):
+            yield ConfigError(home, path, "is a folder without .tar or .parquet files", "name the file of samples")
+    if data.media_root is not None and not Path(data.media_root).is_dir():
+        yield ConfigError("data.media_root", data.media_root, "is no folder", "name the folder of images and videos")
 
 
 def exp_dir_can_be_a_folder(config: Config) -> Iterator[ConfigError]:
@@ -286,7 +306,10 @@ RULES: tuple[Rule, ...] = (
     validation_has_data,
     tokenizer_folder_is_given,
     files_exist,
+    sources_are_complete,
+    video_frames_are_ordered,
     exp_dir_can_be_a_folder,
+    *EXPERT_RULES,
     *LAUNCH_RULES,
 )
 
@@ -299,4 +322,3 @@ def field_errors(config: Config) -> list[UserError]:
 def _divisors_remedy(number: int, near: int) -> str:
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     return f"use {' or '.join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - near))[:2]))}"
-    *EXPERT_RULES,

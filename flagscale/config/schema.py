@@ -186,7 +186,7 @@ class OptimizerConfig:
     weight_decay: float = key(0.01, "AdamW weight decay of all parameters but no_weight_decay", minimum=0)
     no_weight_decay: list[str] = key(
         ["*.bias", "*norm*", "*.A_log", "*.dt_bias"],
-        "Hugging Face names of parameters without weight decay, with the wildcards * and ?; the default takes all vectors",
+        "Hugging Face names of parameters without weight decay, wildcards * and ? allowed; the default: all vectors",
     )
     adam_beta1: float = key(0.9, "AdamW first-moment decay", minimum=0)
     adam_beta2: float = key(0.95, "AdamW second-moment decay", minimum=0)
@@ -302,11 +302,44 @@ class TokenizerConfig:
 class DataConfig:
     """Where samples come from and how they become tensors."""
 
-    train_path: str = key(REQUIRED, "JSONL file of training samples", path=True)
-    valid_path: str | None = key(None, "JSONL file of held-out samples; null: no validation", path=True)
+    train_path: str | None = key(
+        None, "training samples: a JSON(L) or Parquet file, or a folder of Parquet or WebDataset files", path=True
+    )
+    valid_path: str | None = key(None, "held-out samples, likewise; null: no validation", path=True)
+    sources: dict[str, Any] = key(
+        {}, "training sources in place of train_path, {name: {path, weight}}; weight: a number or [[step, weight], ..]",
+        path=True,
+    )  # fmt: skip
+    media_root: str | None = key(
+        None, "folder that relative names of images and videos count from; null: that of the samples' file", path=True
+    )
     cache_path: str | None = key(None, "folder of sample indexes; null: .flagscale beside each data file", path=True)
     min_pixels: int = key(65536, "smallest image area after resizing", unit="pixels", minimum=1)
     max_pixels: int = key(16777216, "largest image area after resizing", unit="pixels", minimum=1)
+    video_fps: float = key(2.0, "frames taken of a second of video", unit="frames/s", minimum=0.001)
+    video_min_frames: int = key(4, "fewest frames taken of a video that has as many", unit="frames", minimum=1)
+    video_max_frames: int = key(768, "most frames taken of a video", unit="frames", minimum=1)
+    video_max_pixels: int = key(
+        134217728, "largest area of all frames of a video together, after resizing", unit="pixels", minimum=1
+    )
+    packing: str = key(
+        "none",
+        "none: a padded row a sample; in_batch: a row a microbatch; length_budget: rows filled up to seq_length",
+        choices=("none", "in_batch", "length_budget"),
+    )
+    language_balance: bool = key(
+        False, "with packing, deal the samples of a macro batch to the language replicas by cost, not by order"
+    )
+    on_bad_sample: str = key(
+        "raise",
+        "raise: end at the first sample that cannot be used; skip: leave them out and list them in bad_samples.jsonl",
+        choices=("raise", "skip"),
+    )
+    on_too_long: str = key(
+        "raise",
+        "samples over seq_length: raise, skip, or cut text at the end (never images)",
+        choices=("raise", "skip", "truncate_text"),
+    )
     prefetch: int = key(2, "macro batches kept ready by a background worker; 0 reads in the training loop", minimum=0)
     tokenizer: TokenizerConfig = section(TokenizerConfig)
 

@@ -25,11 +25,13 @@ class VisualItem:
         index: its number in the macro batch, in the order microbatch, replica, slot, placeholder.
         microbatch: number within the macro batch.
         replica: dp coordinate of the language replica that uses it.
-        slot: sample within the microbatch of that replica.
-        start: position of its first placeholder in the sample's tokens.
+        slot: row within the microbatch of that replica.
+        start: position of its first placeholder in that row.
         grid_h, grid_w: patches before merging.
         num_tokens: placeholders and embeddings.
-        media, frame: number of the file in the sample; frame group in it, -1 for an image.
+        media, frame: number of the medium in the sample; frame group in it, -1 for an image.
+        sample: id of the sample.
+        row_length: tokens of the row where rows differ in length (packed samples); None: seq_length.
     """
 
     index: int
@@ -42,6 +44,8 @@ class VisualItem:
     num_tokens: int
     media: int
     frame: int
+    sample: int = 0
+    row_length: int | None = None
 
     @property
     def num_patches(self) -> int:

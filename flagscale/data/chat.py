@@ -4,8 +4,11 @@ Template, for each turn (`docs/design/003-data.md`):
 
     <|im_start|>ROLE\n CONTENT <|im_end|>\n
 
-An image in CONTENT is <|vision_start|>, one <|image_pad|> a merged patch, <|vision_end|>. Loss targets are the content
-of assistant turns and the <|im_end|> that closes them.
+An image in CONTENT is <|vision_start|>, one <|image_pad|> a merged patch, <|vision_end|>. A video is, for each of its
+frame groups, the group's time, `<1.5 seconds>`, and the same with <|video_pad|>. Loss targets are the content of
+assistant turns and the <|im_end|> that closes them.
+
+A document of a text corpus is its tokens and <|endoftext|>, all of them targets.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagscale.data.records import ImageSlot, Record, SampleError, Turn
+from flagscale.data.records import TEXT, MediaSlot, Record, SampleError, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,14 +29,29 @@ IMAGE_FRAME = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What is known of a medium before it is decoded.
+
+    Attributes:
+        grid_h, grid_w: patches of the image or of every frame group, before merging.
+        times: of every frame group of a video, in tenths of a second; empty for an image.
+    """
+
+    grid_h: int
+    grid_w: int
+    times: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A visual item in a sample.
 
     Attributes:
         grid_h, grid_w: patches before merging.
         start: position of its first placeholder in the token sequence.
-        media: number of the image in the sample.
+        media: number of the image or video in the sample.
         frame: number of the frame group in a video; `IMAGE_FRAME` for an image.
+        time: of the frame group, in tenths of a second.
     """
 
     grid_h: int
@@ -41,6 +59,7 @@ class Placement:
     start: int
     media: int
     frame: int = IMAGE_FRAME
+    time: int = 0
 
     def num_tokens(self, merge_size: int) -> int:
         """Placeholders of the item, which is also the number of its embeddings."""
@@ -68,63 +87,102 @@ class EncodedSample:
         """Positions i whose token i+2 is a target: multi-token prediction's shift by one more."""
         return int(self.is_target_T[2:].sum())
 
+    def truncated(self, length: int, merge_size: int) -> EncodedSample:
+        """The first `length` tokens.
+
+        Raises:
+            SampleError: when that would cut an image or video, or leave nothing to learn.
+        """
+        end = max((item.start + item.num_tokens(merge_size) + 1 for item in self.placements), default=0)
+        if end > length:
+            raise SampleError(
+                f"has visual tokens up to position {end}, more than model.seq_length={length}, and they are never cut; "
+                "raise model.seq_length or lower data.max_pixels"
+            )
+        cut = EncodedSample(self.tokens_T[:length], self.is_target_T[:length], self.placements)
+        if cut.num_loss_tokens == 0:
+            raise SampleError(
+                f"has no answer within the first model.seq_length={length} of its {len(self.tokens_T)} tokens; "
+                "raise model.seq_length or shorten the question"
+            )
+        return cut
+
+
+def shapes_of(placements: Sequence[Placement]) -> list[Shape]:
+    """Shapes of a sample's media, by media number, as its placements tell them."""
+    shapes: dict[int, Shape] = {}
+    for item in placements:
+        times = () if item.frame == IMAGE_FRAME else (item.time,)
+        before = shapes.get(item.media, Shape(item.grid_h, item.grid_w))
+        shapes[item.media] = Shape(item.grid_h, item.grid_w, before.times + times)
+    return [shapes[number] for number in sorted(shapes)]
+
 
 class _Writer:
     """Tokens as they are appended."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer, merge_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.merge_size = merge_size
         self.tokens: list[int] = []
         self.targets: list[bool] = []
+        self.placements: list[Placement] = []
 
     def add(self, tokens: Sequence[int], *, target: bool) -> None:
         self.tokens.extend(tokens)
         self.targets.extend([target] * len(tokens))
 
+    def add_text(self, text: str, *, target: bool) -> None:
+        self.add(self.tokenizer.encode(text), target=target)
 
-def encode_chat(
-    record: Record, grids: Sequence[tuple[int, int]], tokenizer: Tokenizer, merge_size: int
-) -> EncodedSample:
+    def add_item(self, shape: Shape, media: int, frame: int, time: int) -> None:
+        """The placeholders of a visual item, between the marks of its start and end."""
+        special = self.tokenizer.special
+        item = Placement(shape.grid_h, shape.grid_w, len(self.tokens) + 1, media, frame, time)
+        self.placements.append(item)
+        pad = special.image if frame == IMAGE_FRAME else special.video
+        self.add([special.vision_start, *[pad] * item.num_tokens(self.merge_size), special.vision_end], target=False)
+
+
+def encode_chat(record: Record, shapes: Sequence[Shape], tokenizer: Tokenizer, merge_size: int) -> EncodedSample:
     """The conversation as tokens.
 
     Args:
         record: the conversation.
-        grids: (grid_h, grid_w) in patches of every image of `record.images`.
+        shapes: of every medium of `record.media`.
         tokenizer: whose special tokens frame turns and images.
         merge_size: patches a side that make one token.
 
     Raises:
         SampleError: when the tokenizer cannot represent a text.
     """
-    if len(grids) != len(record.images):
-        raise SampleError(f"has {len(record.images)} images but {len(grids)} sizes are known; rebuild the index")
-    writer = _Writer()
-    placements: list[Placement] = []
+    if len(shapes) != len(record.media):
+        raise SampleError(f"has {len(record.media)} media but {len(shapes)} sizes are known; rebuild the index")
+    writer = _Writer(tokenizer, merge_size)
     for turn in record.turns:
-        _write_turn(writer, turn, grids, tokenizer, merge_size, placements)
-    return EncodedSample(
-        np.asarray(writer.tokens, dtype=np.int64), np.asarray(writer.targets, dtype=bool), tuple(placements)
-    )
+        _write_turn(writer, turn, shapes)
+    tokens_T, is_target_T = np.asarray(writer.tokens, dtype=np.int64), np.asarray(writer.targets, dtype=bool)
+    return EncodedSample(tokens_T, is_target_T, tuple(writer.placements))
 
 
-def _write_turn(
-    writer: _Writer,
-    turn: Turn,
-    grids: Sequence[tuple[int, int]],
-    tokenizer: Tokenizer,
-    merge_size: int,
-    placements: list[Placement],
-) -> None:
+def _write_turn(writer: _Writer, turn: Turn, shapes: Sequence[Shape]) -> None:
     """Append one turn."""
-    special, target = tokenizer.special, turn.role == "assistant"
-    writer.add([special.im_start, *tokenizer.encode(turn.role + "\n")], target=False)
+    special, target = writer.tokenizer.special, turn.role in ("assistant", TEXT)
+    if turn.role != TEXT:
+        writer.add([special.im_start], target=False)
+        writer.add_text(turn.role + "\n", target=False)
     for part in turn.parts:
-        if isinstance(part, ImageSlot):
-            grid_h, grid_w = grids[part.media]
-            placement = Placement(grid_h, grid_w, len(writer.tokens) + 1, part.media)
-            placements.append(placement)
-            pads = [special.image] * placement.num_tokens(merge_size)
-            writer.add([special.vision_start, *pads, special.vision_end], target=False)
-        else:
-            writer.add(tokenizer.encode(part), target=target)
+        if not isinstance(part, MediaSlot):
+            writer.add_text(part, target=target)
+            continue
+        shape = shapes[part.media]
+        if not shape.times:
+            writer.add_item(shape, part.media, IMAGE_FRAME, 0)
+        for frame, time in enumerate(shape.times):
+            writer.add_text(f"<{time / 10:.1f} seconds>", target=False)
+            writer.add_item(shape, part.media, frame, time)
+    if turn.role == TEXT:
+        writer.add([special.pad], target=True)
+        return
     writer.add([special.im_end], target=target)
-    writer.add(tokenizer.encode("\n"), target=False)
+    writer.add_text("\n", target=False)

@@ -7,8 +7,11 @@ of a patch (channel, temporal, row, column).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import io
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -17,7 +20,6 @@ from flagscale.data.records import SampleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import numpy as np
 
@@ -37,6 +39,9 @@ class ImageSettings:
         merge_size: patches a side that make one token.
         temporal_patch_size: frames in a patch; a still image fills all of them.
         min_pixels, max_pixels: bounds of the area after resizing.
+        video_fps: frames a second that are taken of a video.
+        video_min_frames, video_max_frames: bounds of their number.
+        video_max_pixels: bound of the area of all frames of a video together.
     """
 
     patch_size: int
@@ -44,6 +49,10 @@ class ImageSettings:
     temporal_patch_size: int
     min_pixels: int
     max_pixels: int
+    video_fps: float = 2.0
+    video_min_frames: int = 4
+    video_max_frames: int = 768
+    video_max_pixels: int = 1 << 27
 
     @classmethod
     def of(cls, config: Config) -> ImageSettings:
@@ -54,6 +63,17 @@ class ImageSettings:
             temporal_patch_size=config.model.vision_temporal_patch_size,
             min_pixels=config.data.min_pixels,
             max_pixels=config.data.max_pixels,
+            video_fps=config.data.video_fps,
+            video_min_frames=config.data.video_min_frames,
+            video_max_frames=config.data.video_max_frames,
+            video_max_pixels=config.data.video_max_pixels,
+        )
+
+    def of_frames(self, num_frames: int) -> ImageSettings:
+        """Settings of a single frame of a video of which `num_frames` are taken."""
+        share = max(self.video_max_pixels // num_frames, (self.patch_size * self.merge_size) ** 2)
+        return dataclasses.replace(
+            self, min_pixels=min(self.min_pixels, share), max_pixels=min(self.max_pixels, share)
         )
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
@@ -78,45 +98,66 @@ class ImageSettings:
 
 
 class ImageReader:
-    """Opens image files. `decoded` counts the files whose pixels were read."""
+    """Opens images. `decoded` counts those whose pixels were read, `bytes_read` their files' bytes."""
 
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings
         self.decoded = 0
-        self._processor = _processor(settings)  # here, not in a worker thread: it imports transformers
+        self.bytes_read = 0
+        _processor(settings)  # here, not in a worker thread: it imports transformers
 
-    def grid(self, path: Path) -> tuple[int, int]:
-        """Patches (grid_h, grid_w) of a file, from its header. Raises SampleError."""
-        with _opened(path) as image:
+    def size(self, file: Path | bytes) -> tuple[int, int]:
+        """(width, height) in pixels, upright, from the header. Raises SampleError."""
+        with _opened(file) as image:
             width, height = image.size
-            if _orientation(image) in _TRANSPOSED:
-                width, height = height, width
-        return self.settings.grid(width, height)
+            return (height, width) if _orientation(image) in _TRANSPOSED else (width, height)
 
-    def read(self, path: Path) -> tuple[np.ndarray, tuple[int, int]]:
-        """Patches float32 [P, D] of a file, and its grid (grid_h, grid_w). Raises SampleError."""
-        self.decoded += 1
-        with _opened(path) as image:
+    def grid(self, file: Path | bytes) -> tuple[int, int]:
+        """Patches (grid_h, grid_w) of an image, from its header. Raises SampleError."""
+        return self.settings.grid(*self.size(file))
+
+    def verify(self, file: Path | bytes) -> None:
+        """Decode an image and drop its pixels. Raises SampleError when that fails."""
+        with _opened(file) as image:
+            image.load()
+
+    def read(self, file: Path | bytes) -> tuple[np.ndarray, tuple[int, int]]:
+        """Patches float32 [P, D] of an image, and its grid (grid_h, grid_w). Raises SampleError."""
+        return patches(self.rgb(file), self.settings)
+
+    def rgb(self, file: Path | bytes) -> Image.Image:
+        """The image upright, in RGB. Raises SampleError."""
+        with _opened(file) as image:
             upright = ImageOps.exif_transpose(image) if _orientation(image) != 1 else image
             rgb = upright.convert("RGB")
-        self.settings.grid(*rgb.size)
-        output = self._processor(rgb, return_tensors="np")
-        _, grid_h, grid_w = output["image_grid_thw"][0]
-        return output["pixel_values"], (int(grid_h), int(grid_w))
+        self.decoded += 1
+        self.bytes_read += len(file) if isinstance(file, bytes) else file.stat().st_size
+        return rgb
+
+
+def patches(rgb: Image.Image, settings: ImageSettings) -> tuple[np.ndarray, tuple[int, int]]:
+    """Patches float32 [P, D] of an upright RGB image, and its grid (grid_h, grid_w). Raises SampleError."""
+    settings.grid(*rgb.size)
+    output = _processor(settings)(rgb, return_tensors="np")
+    _, grid_h, grid_w = output["image_grid_thw"][0]
+    return output["pixel_values"], (int(grid_h), int(grid_w))
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
-    """An image file opened by its header; a failure in the `with` block becomes a SampleError that names the file."""
+def _opened(file: Path | bytes) -> Iterator[Image.Image]:
+    """An image opened by its header; a failure in the `with` block becomes a SampleError that names it."""
+    name = "image of its own" if isinstance(file, bytes) else f"image {file}"
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
             yield image
     except FileNotFoundError:
-        raise SampleError(f"names the image {path}, which does not exist; correct the name") from None
+        raise SampleError(f"names the {name}, which does not exist; correct the name") from None
     except UnidentifiedImageError:
-        raise SampleError(f"names {path}, which is not a readable image; replace or remove it") from None
+        raise SampleError(f"has the {name}, which is not a readable image; replace or remove it") from None
     except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise SampleError(f"has the image {path}, which is damaged ({error}); replace or remove it") from None
+        if isinstance(error, SampleError):
+            raise
+        raise SampleError(f"has the {name}, which is damaged ({error}); replace or remove it") from None
 
 
 def _orientation(image: Image.Image) -> int:

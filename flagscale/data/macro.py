@@ -3,25 +3,37 @@
 All but `MacroBatch` follows from the step, the index and the plan, so it is equal on every rank without communication;
 a `MacroBatch` is what one rank then reads.
 
-Legend: B samples of a microbatch, S seq_length, P patches of a visual item, D values of a patch.
+Legend: B rows of a microbatch, S tokens of a row, P patches of a visual item, D values of a patch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from flagscale.data.assignment import VisualItem, assign, share_reads
+from flagscale.data.packing import LENGTH_BUDGET, NONE, arrange
 from flagscale.data.sampler import NO_SAMPLE
+from flagscale.data.text import TextBatch
 from flagscale.plan.params import patch_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
-
-    from flagscale.data.index import SampleIndex
+    from flagscale.data.chat import Placement
     from flagscale.plan.plan import ExperimentPlan
+
+
+class Samples(Protocol):
+    """What is known of samples before they are read; a `Corpus` has it."""
+
+    def num_tokens(self, sample_id: int) -> int:
+        """Length of a sample in tokens."""
+
+    def placements(self, sample_id: int) -> tuple[Placement, ...]:
+        """Visual items of a sample, in the order of their placeholders."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +45,14 @@ class MacroBatchSpec:
         index: number of the macro batch in the step.
         first_microbatch: number in the step of its first microbatch.
         num_microbatches: microbatches it holds; the last one of a step may hold fewer than the others.
-        sample_ids: [microbatch][language replica][slot]; `NO_SAMPLE` for a slot that stays empty.
+        sample_ids: [microbatch][language replica][slot]; `NO_SAMPLE` for a slot that stays empty. Packed: all samples
+            of the microbatch's one row, in order; there may be none.
+        packed: whether a microbatch is one row of several samples.
+        row_lengths: [microbatch][language replica] tokens of its rows (S).
+        num_tokens: tokens of the samples, padding left out.
+        num_computed: tokens that the language model computes.
+        capacity: tokens that there is room for: seq_length a row that was filled, or what is computed.
+        language_loads: cost of the samples of each language replica.
         items: `items[i].index == i`; `items[i].microbatch` counts within the macro batch.
         encode: for every vision dp coordinate the indexes of the items it encodes, in that order.
         reads: for every rank of the vision grid the indexes of the items whose files it decodes, ascending.
@@ -46,6 +65,12 @@ class MacroBatchSpec:
     first_microbatch: int
     num_microbatches: int
     sample_ids: tuple[tuple[tuple[int, ...], ...], ...]
+    packed: bool
+    row_lengths: tuple[tuple[int, ...], ...]
+    num_tokens: int
+    num_computed: int
+    capacity: int
+    language_loads: tuple[int, ...]
     items: tuple[VisualItem, ...]
     encode: tuple[tuple[int, ...], ...]
     reads: Mapping[int, tuple[int, ...]]
@@ -60,28 +85,7 @@ class MacroBatchSpec:
 
     def sample_of(self, item: VisualItem) -> int:
         """Id of the sample that holds the item."""
-        return self.sample_ids[item.microbatch][item.replica][item.slot]
-
-
-@dataclass(frozen=True, slots=True)
-class TextBatch:
-    """One microbatch of one language replica, padded to S.
-
-    `input_ids_BS` int64; `labels_BS[:, i] == input_ids_BS[:, i + 1]`, the pad id in the last column; `loss_mask_BS`
-    float32, 1.0 where token i + 1 is a target; `position_ids_3BS` int64 (time, height, width), 0 on padding.
-    `sample_ids` has `NO_SAMPLE` where a slot is empty: only padding, no target.
-    """
-
-    input_ids_BS: torch.Tensor
-    labels_BS: torch.Tensor
-    loss_mask_BS: torch.Tensor
-    position_ids_3BS: torch.Tensor
-    sample_ids: tuple[int, ...]
-
-    def to(self, device: torch.device) -> TextBatch:
-        """The same on another device; not copied where it lies there."""
-        tensors = (self.input_ids_BS, self.labels_BS, self.loss_mask_BS, self.position_ids_3BS)
-        return TextBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.sample_ids)
+        return item.sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,73 +100,127 @@ class MacroBatch:
     microbatches: tuple[TextBatch, ...]
     pixels: dict[int, torch.Tensor]
 
+    def pinned(self) -> MacroBatch:
+        """The same in page-locked memory."""
+        texts = tuple(batch.pinned() for batch in self.microbatches)
+        return MacroBatch(self.spec, texts, {i: pixels_PD.pin_memory() for i, pixels_PD in self.pixels.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Work of the two modules, in any unit each; whole numbers, so that every rank gets the same sums.
+
+    Attributes:
+        item: of encoding a visual item of grid (grid_h, grid_w).
+        tokens: of the language model on a sample of so many tokens.
+    """
+
+    item: Callable[[int, int], int]
+    tokens: Callable[[int], int]
+
 
 def split_step(
-    step: int, batch: Sequence[int], index: SampleIndex, plan: ExperimentPlan, cost: Callable[[int, int], int]
+    step: int, batch: Sequence[int], index: Samples, plan: ExperimentPlan, costs: Costs
 ) -> list[MacroBatchSpec]:
     """The macro batches of a step.
 
-    Position p of the global batch goes to microbatch m, language replica d, slot b with
-    p = m * (dp * micro_batch_size) + d * micro_batch_size + b.
+    Without packing and balancing, position p of the global batch goes to microbatch m, language replica d, slot b with
+    p = m * (dp * micro_batch_size) + d * micro_batch_size + b; see `packing.py` for the rest.
 
     Args:
-        batch: sample ids of the global batch.
-        cost: work of encoding an item of grid (grid_h, grid_w), a whole number.
+        batch: sample ids of the global batch, `NO_SAMPLE` for empty slots.
     """
+    packed = plan.config.data.packing != NONE
+    samples = [sample for sample in batch if sample != NO_SAMPLE] if packed else batch
+    cost = lambda sample: costs.tokens(index.num_tokens(sample))  # noqa: E731
     specs, first = [], 0
-    for number, num_microbatches in enumerate(plan.batch.macro_batches):
-        sample_ids = tuple(_microbatch(batch, m, plan) for m in range(first, first + num_microbatches))
-        items = tuple(_items(sample_ids, index, plan.config.model.vision_spatial_merge_size))
-        costs = [cost(item.grid_h, item.grid_w) for item in items]
+    for number, bins in enumerate(arrange(samples, plan, index.num_tokens, cost)):
+        sample_ids = tuple(tuple(tuple(s for one in slots for s in one) for slots in replicas) for replicas in bins)
+        row_lengths = _row_lengths(sample_ids, index, plan)
+        items = tuple(_items(sample_ids, row_lengths, index, plan))
+        item_costs = [costs.item(item.grid_h, item.grid_w) for item in items]
         ranks_per_node = plan.config.experiment.runner.nproc_per_node
-        encode = assign(items, costs, plan.vision, plan.language, plan.vision_balance, ranks_per_node)
+        encode = assign(items, item_costs, plan.vision, plan.language, plan.vision_balance, ranks_per_node)
+        filled = [[s for m in sample_ids for s in m[d] if s != NO_SAMPLE] for d in range(plan.language.dp)]
+        num_rows = 1 if packed else plan.batch.micro_batch_size
+        num_computed = num_rows * sum(map(sum, row_lengths))
+        num_bins = sum(bool(one) for replicas in bins for slots in replicas for one in slots)
+        budget = plan.config.data.packing == LENGTH_BUDGET
         specs.append(
             MacroBatchSpec(
                 step=step,
                 index=number,
                 first_microbatch=first,
-                num_microbatches=num_microbatches,
+                num_microbatches=len(bins),
                 sample_ids=sample_ids,
+                packed=packed,
+                row_lengths=row_lengths,
+                num_tokens=sum(index.num_tokens(sample) for own in filled for sample in own),
+                num_computed=num_computed,
+                capacity=num_bins * plan.config.model.seq_length if budget else num_computed,
+                language_loads=tuple(sum(map(cost, own)) for own in filled),
                 items=items,
                 encode=encode,
                 reads=share_reads(encode, items, plan.vision),
-                loads=tuple(sum(costs[i] for i in share) for share in encode),
+                loads=tuple(sum(item_costs[i] for i in share) for share in encode),
                 patch_values=patch_values(plan.config.model),
             )
         )
-        first += num_microbatches
-    assert first == plan.batch.num_microbatches, f"macro batches hold {first} microbatches, not {plan.batch}"
+        first += len(bins)
     return specs
 
 
-def _microbatch(batch: Sequence[int], m: int, plan: ExperimentPlan) -> tuple[tuple[int, ...], ...]:
-    """Sample ids of microbatch m: [language replica][slot]."""
-    size, replicas = plan.batch.micro_batch_size, plan.language.dp
-    starts = [(m * replicas + d) * size for d in range(replicas)]
-    return tuple(tuple(batch[start : start + size]) for start in starts)
+def _row_lengths(
+    sample_ids: Sequence[Sequence[Sequence[int]]], index: Samples, plan: ExperimentPlan
+) -> tuple[tuple[int, ...], ...]:
+    """Tokens of the rows of every microbatch and replica.
+
+    Packed rows are as long as their samples, up to a multiple of what sequence parallelism divides them by. Pipeline
+    stages are told the shape once a macro batch, so there the rows of a replica are as long as its longest.
+    """
+    model = plan.config.model
+    if plan.config.data.packing == NONE:
+        return ((model.seq_length,) * plan.language.dp,) * len(sample_ids)
+    multiple = plan.language.tp if model.sequence_parallel else 1
+    lengths = [
+        [max(1, -(-sum(index.num_tokens(s) for s in own) // multiple)) * multiple for own in replicas]
+        for replicas in sample_ids
+    ]
+    if plan.language.pp > 1:
+        longest = [max(column) for column in zip(*lengths, strict=True)]
+        lengths = [longest] * len(lengths)
+    return tuple(map(tuple, lengths))
 
 
-def _items(sample_ids: Sequence[Sequence[Sequence[int]]], index: SampleIndex, merge_size: int) -> list[VisualItem]:
+def _items(
+    sample_ids: Sequence[Sequence[Sequence[int]]],
+    row_lengths: Sequence[Sequence[int]],
+    index: Samples,
+    plan: ExperimentPlan,
+) -> list[VisualItem]:
     """Visual items of the samples, in the order microbatch, replica, slot, placeholder."""
+    packed, merge_size = plan.config.data.packing != NONE, plan.config.model.vision_spatial_merge_size
     items: list[VisualItem] = []
     for m, replicas in enumerate(sample_ids):
         for d, slots in enumerate(replicas):
+            first = 0
             for b, sample_id in enumerate(slots):
-                if sample_id == NO_SAMPLE:
-                    continue
-                for placement in index.placements(sample_id):
+                for placement in index.placements(sample_id) if sample_id != NO_SAMPLE else ():
                     items.append(
                         VisualItem(
                             index=len(items),
                             microbatch=m,
                             replica=d,
-                            slot=b,
-                            start=placement.start,
+                            slot=0 if packed else b,
+                            start=first + placement.start,
                             grid_h=placement.grid_h,
                             grid_w=placement.grid_w,
                             num_tokens=placement.num_tokens(merge_size),
                             media=placement.media,
                             frame=placement.frame,
+                            sample=sample_id,
+                            row_length=row_lengths[m][d] if packed else None,
                         )
                     )
+                first += index.num_tokens(sample_id) if packed else 0
     return items

@@ -1,20 +1,31 @@
-"""One line of a JSONL source as a conversation, whatever form it was written in.
+"""One record of a source as a conversation, whatever form it was written in.
 
-Two forms are read. ShareGPT: `{"conversations": [{"from": "human", "value": "<image>What?"}, ...], "images": [...]}`.
-OpenAI: `{"messages": [{"role": "user", "content": ...}, ...]}`, where content is a text (with `<image>` and a list
-`images` as in ShareGPT) or a list of parts `{"type": "text" | "image" | "image_url", ...}`.
+Forms that are read (`docs/data.md` shows each):
+
+- ShareGPT: `{"conversations": [{"from": "human", "value": "<image>What?"}, ...], "images": [...], "videos": [...]}`,
+  with LLaVA's variants: `image` or `video` as one name or a list, and turns that say `role` and `content`.
+- OpenAI: `{"messages": [{"role": "user", "content": ...}, ...]}`, where content is a text (with `<image>` and a list
+  `images` as above) or a list of parts `{"type": "text" | "image" | "image_url" | "video" | "video_url", ...}`.
+- Plain text: `{"text": "..."}`, a document of a text corpus.
+
+A medium is named by a path, a data URI, or comes with its bytes (Parquet, WebDataset).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flagscale.config.errors import UserError
 
-IMAGE_MARK = "<image>"
+IMAGE, VIDEO = "image", "video"
+MARKS = {IMAGE: "<image>", VIDEO: "<video>"}
+TEXT = "text"
+"""Role of the only turn of a text corpus' document: all of it is learned."""
 ROLES = {
     "human": "user",
     "user": "user",
@@ -22,6 +33,7 @@ ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
+PARTS = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
 
 
 class SampleError(UserError):
@@ -29,65 +41,73 @@ class SampleError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSlot:
-    """Where image number `media` of the sample stands in a turn."""
+class Media:
+    """An image or a video.
+
+    Attributes:
+        kind: `IMAGE` or `VIDEO`.
+        name: file or folder as the source names it; what people are told.
+        data: the file's bytes where the source holds them.
+        frames: of a video that the source holds as its frames.
+        fps: frames a second of `frames`, where the source says so.
+    """
+
+    kind: str
+    name: str
+    data: bytes | None = None
+    frames: tuple[Media, ...] = ()
+    fps: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSlot:
+    """Where medium number `media` of the record stands in a turn."""
 
     media: int
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one speaker says: texts and images in their order. `role` is user, assistant or system."""
+    """What one speaker says: texts and media in their order. `role` is user, assistant, system or `TEXT`."""
 
     role: str
-    parts: tuple[str | ImageSlot, ...]
+    parts: tuple[str | MediaSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A conversation and the images it refers to, as written in the source."""
+    """A conversation and the media it refers to, images before videos."""
 
     id: str
     turns: tuple[Turn, ...]
-    images: tuple[str, ...]
+    media: tuple[Media, ...]
 
 
-def parse_record(line: bytes | str) -> Record:
-    """The conversation in one JSONL line.
+def parse_record(raw: bytes | str | Mapping[str, Any]) -> Record:
+    """The conversation in one record: a line of JSON, or the mapping it stands for.
 
     Raises:
-        SampleError: when the line is no JSON object, has neither form, an unknown role, an assistant turn without
-            text, no assistant turn, or another number of placeholders than images.
+        SampleError: when it is no JSON object, has no known form, an unknown role, an assistant turn without text, no
+            assistant turn, or another number of placeholders than media.
     """
-    data = _json_object(line)
-    images = _listed_images(data)
-    if "conversations" in data:
-        raw_turns = [_raw_turn(entry, "from", "value") for entry in _list(data, "conversations")]
-    elif "messages" in data:
-        raw_turns = [_raw_turn(entry, "role", "content") for entry in _list(data, "messages")]
-    else:
-        raise SampleError(
-            f"has neither 'conversations' nor 'messages' (keys: {', '.join(sorted(data)) or 'none'}); "
-            "write it in ShareGPT or OpenAI form"
-        )
-    turns: list[Turn] = []
-    num_marks, inline = 0, []
-    for role, content in raw_turns:
-        parts: list[str | ImageSlot] = []
-        for kind, value in _pieces(content):
-            if kind == "text":
-                parts.append(value)
-                continue
-            if kind == "inline":
-                inline.append(value)
-            parts.append(ImageSlot(num_marks))
-            num_marks += 1
-        turns.append(Turn(role, _stripped(parts)))
-    if inline and (images or len(inline) != num_marks):
-        raise SampleError(f"names images both in its parts and by {IMAGE_MARK!r} or 'images'; use one of the two ways")
-    images = images or tuple(inline)
-    _check(turns, num_marks, images)
-    return Record(str(data.get("id", "")), tuple(turns), images)
+    data = raw if isinstance(raw, Mapping) else _json_object(raw)
+    record_id = str(data.get("id", ""))
+    if "conversations" not in data and "messages" not in data:
+        return Record(record_id, (_document(data),), ())
+    listed = {kind: _listed(data, kind) for kind in MARKS}
+    name = "conversations" if "conversations" in data else "messages"
+    turns: list[tuple[str, list[str | tuple[str, Media | None]]]] = []
+    for entry in _list(data, name):
+        role, content = _raw_turn(entry)
+        turns.append((role, _pieces(content)))
+    media = _media(turns, listed)
+    numbers = {kind: iter([i for i, item in enumerate(media) if item.kind == kind]) for kind in MARKS}
+    built = tuple(
+        Turn(role, _stripped([p if isinstance(p, str) else MediaSlot(next(numbers[p[0]])) for p in pieces]))
+        for role, pieces in turns
+    )
+    _check(built)
+    return Record(record_id, built, media)
 
 
 def _json_object(line: bytes | str) -> dict[str, Any]:
@@ -101,77 +121,147 @@ def _json_object(line: bytes | str) -> dict[str, Any]:
     return data
 
 
-def _list(data: dict[str, Any], name: str) -> list[Any]:
-    """The list under `name`."""
+def _document(data: Mapping[str, Any]) -> Turn:
+    """The turn of a plain text."""
+    text = data.get("text")
+    if not isinstance(text, str):
+        raise SampleError(
+            f"has none of 'conversations', 'messages' and 'text' (keys: {', '.join(sorted(data)) or 'none'}); "
+            "write it in ShareGPT or OpenAI form, or as plain text"
+        )
+    if not text.strip():
+        raise SampleError("has an empty text; write it or remove the sample")
+    return Turn(TEXT, (text,))
+
+
+def _list(data: Mapping[str, Any], name: str) -> list[Any]:
+    """The list of turns under `name`; Parquet files also hold it as JSON text."""
     value = data[name]
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise SampleError(f"has '{name}' that is not valid JSON ({error}); correct it") from None
     if not isinstance(value, list) or not value:
         raise SampleError(f"'{name}' is not a list with at least one turn; write the turns as a list")
     return value
 
 
-def _listed_images(data: dict[str, Any]) -> tuple[str, ...]:
-    """Image files under `images`, or LLaVA's `image`, which is one file or a list."""
-    if data.get("videos") or data.get("video"):
-        raise SampleError("has videos, which are not read; give their frames as 'images' or remove the sample")
-    listed = data.get("images", data.get("image"))
-    listed = [] if listed is None else [listed] if isinstance(listed, str) else listed
-    if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
-        raise SampleError("'images' is not a list of file names; write \"images\": [\"a.png\", ...]")
-    return tuple(listed)
+def _listed(data: Mapping[str, Any], kind: str) -> list[Media]:
+    """Media under `images` (`videos`), or under LLaVA's `image` (`video`), which is one medium or a list."""
+    listed = data.get(f"{kind}s")
+    listed = data.get(kind) if listed is None else listed
+    if listed is None:
+        return []
+    if not isinstance(listed, list):
+        listed = [listed]
+    return [medium(kind, item) for item in listed]
 
 
-def _raw_turn(entry: Any, role_key: str, content_key: str) -> tuple[str, Any]:
-    """Role (in our words) and content of one entry."""
-    if not isinstance(entry, dict) or role_key not in entry or content_key not in entry:
-        raise SampleError(f"has a turn without '{role_key}' and '{content_key}'; every turn needs both")
-    role = entry[role_key]
+def medium(kind: str, value: Any) -> Media:
+    """A medium from what a source holds: a name, a data URI, bytes, `{"bytes": ..., "path": ...}`, or, for a video, the
+    list of its frames. Raises SampleError."""
+    if isinstance(value, Media):
+        return value
+    if isinstance(value, Mapping):
+        name = value.get("path") or f"embedded {kind}"
+        value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+        if isinstance(value, bytes):
+            return Media(kind, str(name), value)
+    if isinstance(value, bytes):
+        return Media(kind, f"embedded {kind}", value)
+    if kind == VIDEO and isinstance(value, list) and value:
+        return Media(kind, "frames", frames=tuple(medium(IMAGE, frame) for frame in value))
+    if not isinstance(value, str) or not value:
+        raise SampleError(f"'{kind}s' is not a list of file names; write \"{kind}s\": [\"a.png\", ...]")
+    if value.startswith("data:"):
+        return _from_uri(kind, value)
+    return Media(kind, value.removeprefix("file://"))
+
+
+def _from_uri(kind: str, uri: str) -> Media:
+    """The medium in a data URI (RFC 2397, base64)."""
+    header, comma, body = uri.partition(",")
+    try:
+        if not comma or not header.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return Media(kind, f"{header},...", base64.b64decode(body, validate=True))
+    except (ValueError, binascii.Error) as error:
+        raise SampleError(f"has a data URI that cannot be read ({error}); write data:image/png;base64,...") from None
+
+
+def _raw_turn(entry: Any) -> tuple[str, Any]:
+    """Role (in our words) and content of one entry; either form's names of the two are understood."""
+    keys = next((pair for pair in (("from", "value"), ("role", "content")) if _has(entry, pair)), None)
+    if keys is None:
+        raise SampleError("has a turn without 'from' and 'value' or 'role' and 'content'; every turn needs both")
+    role = entry[keys[0]]
     if role not in ROLES:
         raise SampleError(f"has a turn of role {role!r}; roles are {', '.join(sorted(ROLES))}")
-    return ROLES[role], entry[content_key]
+    return ROLES[role], entry[keys[1]]
 
 
-def _pieces(content: Any) -> list[tuple[str, str]]:
-    """Pieces ("text", text), ("mark", "") and ("inline", file name) of a turn's content, in their order."""
+def _has(entry: Any, keys: tuple[str, str]) -> bool:
+    return isinstance(entry, Mapping) and all(key in entry for key in keys)
+
+
+def _pieces(content: Any) -> list[str | tuple[str, Media | None]]:
+    """A turn's content in order: texts, and (kind, medium) where the medium is None when it is the list's next."""
     if isinstance(content, str):
         return _marked_pieces(content)
     if not isinstance(content, list):
         raise SampleError(f"has a turn whose content is a {type(content).__name__}; write a text or a list of parts")
-    pieces: list[tuple[str, str]] = []
+    pieces: list[str | tuple[str, Media | None]] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and isinstance(part.get("text"), str):
+        written = part.get("type") if isinstance(part, Mapping) else None
+        if written == "text" and isinstance(part.get("text"), str):
             pieces.extend(_marked_pieces(part["text"]))
-        elif kind == "image":
-            pieces.append(_image_piece(part.get("image", part.get("path"))))
-        elif kind == "image_url":
-            url = part.get("image_url")
-            pieces.append(_image_piece(url.get("url") if isinstance(url, dict) else url))
+        elif written in PARTS:
+            kind = PARTS[written]
+            value = part.get(written, part.get("path"))
+            value = value.get("url") if isinstance(value, Mapping) and "url" in value else value
+            pieces.append((kind, None if value is None else medium(kind, value)))
         else:
-            raise SampleError(f"has a part of type {kind!r} that is not read; types are text, image, image_url")
+            known = ", ".join(("text", *PARTS))
+            raise SampleError(f"has a part of type {written!r} that is not read; types are {known}")
     return pieces
 
 
-def _marked_pieces(text: str) -> list[tuple[str, str]]:
-    """A text cut at its image marks."""
-    pieces: list[tuple[str, str]] = []
-    for i, chunk in enumerate(text.split(IMAGE_MARK)):
-        if i:
-            pieces.append(("mark", ""))
-        if chunk:
-            pieces.append(("text", chunk))
+def _marked_pieces(text: str) -> list[str | tuple[str, Media | None]]:
+    """A text cut at its marks."""
+    pieces: list[str | tuple[str, Media | None]] = [text]
+    for kind, mark in MARKS.items():
+        cut: list[str | tuple[str, Media | None]] = []
+        for piece in pieces:
+            if not isinstance(piece, str):
+                cut.append(piece)
+                continue
+            for i, chunk in enumerate(piece.split(mark)):
+                cut += [(kind, None)] * (i > 0) + [chunk] * bool(chunk)
+        pieces = cut
     return pieces
 
 
-def _image_piece(name: Any) -> tuple[str, str]:
-    """The piece of an image part: its own file, or the next of 'images' when it names none."""
-    if name is None:
-        return "mark", ""
-    if not isinstance(name, str) or not name:
-        raise SampleError(f"has an image part that names {name!r}; write the file's name")
-    return "inline", name.removeprefix("file://")
+def _media(
+    turns: list[tuple[str, list[str | tuple[str, Media | None]]]], listed: Mapping[str, list[Media]]
+) -> tuple[Media, ...]:
+    """All media in the order of their placeholders, images before videos."""
+    found: list[Media] = []
+    for kind, mark in MARKS.items():
+        marks = [p[1] for _, pieces in turns for p in pieces if not isinstance(p, str) and p[0] == kind]
+        inline = [item for item in marks if item is not None]
+        if inline and (listed[kind] or len(inline) != len(marks)):
+            raise SampleError(f"names {kind}s both in its parts and by {mark!r} or '{kind}s'; use one of the two ways")
+        chosen = inline or listed[kind]
+        if len(marks) != len(chosen):
+            raise SampleError(
+                f"has {len(marks)} {mark!r} placeholder(s) and {len(chosen)} {kind}(s); there must be one for each"
+            )
+        found += chosen
+    return tuple(found)
 
 
-def _stripped(parts: list[str | ImageSlot]) -> tuple[str | ImageSlot, ...]:
+def _stripped(parts: list[str | MediaSlot]) -> tuple[str | MediaSlot, ...]:
     """The turn without white space at its two ends, as Qwen's chat template writes it."""
     if parts and isinstance(parts[0], str):
         parts[0] = parts[0].lstrip()
@@ -180,21 +270,12 @@ def _stripped(parts: list[str | ImageSlot]) -> tuple[str | ImageSlot, ...]:
     return tuple(part for part in parts if part != "")
 
 
-def _check(turns: list[Turn], num_marks: int, images: tuple[str, ...]) -> None:
+def _check(turns: tuple[Turn, ...]) -> None:
     """Rules over the whole conversation."""
-    if num_marks != len(images):
-        raise SampleError(
-            f"has {num_marks} {IMAGE_MARK!r} placeholder(s) and {len(images)} image(s); there must be one for each"
-        )
     answers = [turn for turn in turns if turn.role == "assistant"]
     if not answers:
         raise SampleError("has no assistant turn, so there is nothing to learn; add the answer")
     if any(not any(isinstance(part, str) for part in turn.parts) for turn in answers):
         raise SampleError("has an assistant turn without text; write the answer or remove the turn")
-    if any(isinstance(part, ImageSlot) for turn in turns if turn.role != "user" for part in turn.parts):
-        raise SampleError("has an image outside the user's turns; move it into a user turn")
-
-
-def media_path(source: Path, name: str) -> Path:
-    """Where an image lies: relative names count from the folder of the JSONL file."""
-    return source.parent / name
+    if any(isinstance(part, MediaSlot) for turn in turns if turn.role != "user" for part in turn.parts):
+        raise SampleError("has an image or video outside the user's turns; move it into a user turn")

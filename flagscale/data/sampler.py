@@ -1,4 +1,4 @@
-"""Which samples make up a global batch: pure functions of the step, so that resuming needs no state.
+"""Which samples make up a global batch: functions of the step and of a few integers that a checkpoint holds.
 
 An epoch's order is a permutation computed point by point (a Feistel network with cycle walking), not a shuffled list:
 memory and start-up cost do not grow with the data set, and step n costs the same as step 0.
@@ -19,6 +19,11 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
+
+
+def mixed_key(seed: int, number: int) -> int:
+    """A key for `permute` from a seed and a number."""
+    return _mix(_mix(seed & _MASK64) ^ number)
 
 
 def permute(index: int, size: int, key: int) -> int:
@@ -42,21 +47,16 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShuffledSampler:
-    """Training order: every sample once an epoch, a new order each epoch, batches running on across epochs' ends."""
+class ShuffledSource:
+    """Training order of one source: every sample once an epoch, a new order each epoch, without end."""
 
     num_samples: int
-    global_batch_size: int
     seed: int
 
-    def sample_ids(self, step: int) -> list[int]:
-        """Sample ids of global batch `step` (from 0), in batch order."""
-        first = step * self.global_batch_size
-        return [self._sample_at(position) for position in range(first, first + self.global_batch_size)]
-
-    def _sample_at(self, position: int) -> int:
+    def sample_at(self, position: int) -> int:
+        """The sample at a position of the stream."""
         epoch, index = divmod(position, self.num_samples)
-        return permute(index, self.num_samples, _mix(_mix(self.seed & _MASK64) ^ epoch))
+        return permute(index, self.num_samples, mixed_key(self.seed, epoch))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

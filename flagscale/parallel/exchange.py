@@ -78,7 +78,7 @@ class Exchange:
         vision, language: the grids.
         consumer: what the language model needs.
         rank: this rank.
-        micro_batch_size: samples of a microbatch (B).
+        micro_batch_size: rows of a microbatch (B).
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Exchange:
         """Where this rank's language model puts the rows of one microbatch, `rows_RD[microbatch_slice(microbatch)]`."""
         first_row = self.microbatch_slice(microbatch).start
         tp, pp = self._coordinate["tp"], self._coordinate["pp"]
-        low, high = sequence_shard(self._language, self._consumer, tp)
         decoder: list[tuple[np.ndarray, np.ndarray]] = []
         mtp: list[tuple[np.ndarray, np.ndarray]] = []
         for index, offset in self._received.items():
             item = self._items[index]
             if item.microbatch != microbatch:
                 continue
+            low, high = sequence_shard(self._language, self._consumer, tp, item.row_length)
             rows = np.arange(*needed_rows(item, self._language, self._consumer, tp, pp))
             positions = item.start + rows
             for uses, active, shift in (

@@ -39,11 +39,13 @@ class Route:
     target: int
 
 
-def sequence_shard(language: Grid, consumer: Consumer, tp: int) -> tuple[int, int]:
-    """Token positions [low, high) whose hidden states live on tensor parallel rank `tp`."""
+def sequence_shard(language: Grid, consumer: Consumer, tp: int, row_length: int | None = None) -> tuple[int, int]:
+    """Token positions [low, high) whose hidden states live on tensor parallel rank `tp`, in a row of `row_length` tokens,
+    or of seq_length."""
+    row_length = consumer.seq_length if row_length is None else row_length
     if not consumer.sequence_parallel:
-        return 0, consumer.seq_length
-    length = consumer.seq_length // language.tp
+        return 0, row_length
+    length = row_length // language.tp
     return tp * length, (tp + 1) * length
 
 
@@ -52,7 +54,7 @@ def needed_rows(item: VisualItem, language: Grid, consumer: Consumer, tp: int, p
 
     A row at token position p is used at p by the decoder (first stage) and at p - 1 by MTP (last stage).
     """
-    low, high = sequence_shard(language, consumer, tp)
+    low, high = sequence_shard(language, consumer, tp, item.row_length)
     decoder = pp == 0
     mtp = consumer.mtp and pp == language.pp - 1
     if not decoder and not mtp:

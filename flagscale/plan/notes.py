@@ -91,6 +91,17 @@ def runner_keys_of_other_runners(loaded: Loaded, plan: ExperimentPlan) -> Iterat
             yield f"{home}: no effect with runner.type {runner.type}, only with {wanted}"
 
 
+def data_keys_without_effect(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """Keys that packing or the list of sources makes idle."""
+    data = plan.config.data
+    if data.language_balance and data.packing == "none":
+        yield "data.language_balance: no effect with packing none, where every row is padded to seq_length"
+    if data.packing != "none" and loaded.is_set("system.cuda_graph") and plan.config.system.cuda_graph:
+        yield f"system.cuda_graph: no effect with packing {data.packing}, whose rows differ in length"
+    if data.sources and data.train_path is not None:
+        yield "data.train_path: no effect with data.sources"
+
+
 NOTES: tuple[Note, ...] = (
     unified_ignores_vision_layout,
     sequence_parallel_needs_tp,
@@ -99,6 +110,7 @@ NOTES: tuple[Note, ...] = (
     builtin_tokenizer_ignores_path,
     validation_off,
     factor_exceeds_step,
+    data_keys_without_effect,
     auto_platform_lacks_gpus,
     runner_keys_of_other_runners,
 )

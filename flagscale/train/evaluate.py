@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 
 from flagscale.data.loader import DataPipeline
-from flagscale.data.macro import TextBatch
-from flagscale.data.sampler import NO_SAMPLE
+from flagscale.data.text import TextBatch
 from flagscale.plan.layout import LANGUAGE
 from flagscale.train.build import TrainState
-from flagscale.train.language import mtp_mask
 from flagscale.train.step import TrainStep
 
 
@@ -85,12 +83,11 @@ def _collect(
 ) -> None:
     """Adds the last stage's results of a microbatch to `totals` (lm, count, mtp, count) and `found`."""
     mask_BS = batch.loss_mask_BS
-    totals += torch.stack([output["sums"][0], mask_BS.sum(), output["sums"][1], mtp_mask(mask_BS).sum()]).double()
-    for slot, sample in enumerate(batch.sample_ids):
-        if sample != NO_SAMPLE:
-            chosen_S = mask_BS[slot].bool()
-            found[sample] = Prediction(
-                sample=sample,
-                predicted=tuple(output["predictions_BS"][slot][chosen_S].tolist()),
-                expected=tuple(batch.labels_BS[slot][chosen_S].tolist()),
-            )
+    totals += torch.stack([output["sums"][0], mask_BS.sum(), output["sums"][1], batch.mtp_mask_BS.sum()]).double()
+    for sample, row, tokens in batch.spans():
+        chosen = mask_BS[row, tokens].bool()
+        found[sample] = Prediction(
+            sample=sample,
+            predicted=tuple(output["predictions_BS"][row, tokens][chosen].tolist()),
+            expected=tuple(batch.labels_BS[row, tokens][chosen].tolist()),
+        )

@@ -15,9 +15,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from flagscale.data.macro import TextBatch
+from flagscale.data.text import TextBatch
 from flagscale.models.qwen35.language import VisualRows
 
+HOST_FIELDS = ("sample_ids", "lengths")  # of a TextBatch: no tensors
 WARM_UP = 3  # eager runs before the capture: autotuning, workspaces and communicators have to exist
 
 MicrobatchLoss = Callable[[TextBatch, VisualRows, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -70,7 +71,7 @@ class MicrobatchGraph:
         embeddings = torch.zeros(self._num_rows, width, dtype=rows.embeddings_VD.dtype, device=device)
         embeddings.requires_grad_(rows.embeddings_VD.requires_grad)
         indexes = [torch.zeros(self._num_rows, dtype=torch.long, device=device) for _ in range(4)]
-        texts = [getattr(batch, f.name) for f in fields(batch) if f.name != "sample_ids"]
+        texts = [getattr(batch, f.name) for f in fields(batch) if f.name not in HOST_FIELDS]
         return _Inputs(
             batch=TextBatch(*(torch.empty_like(tensor, device=device) for tensor in texts), ()),
             rows=VisualRows(embeddings, *indexes),
@@ -82,7 +83,7 @@ class MicrobatchGraph:
         """Copies a microbatch into the graph's inputs and pads the visual rows; a padding row is dropped."""
         own = self._inputs
         for f in fields(batch):
-            if f.name != "sample_ids":
+            if f.name not in HOST_FIELDS:
                 getattr(own.batch, f.name).copy_(getattr(batch, f.name), non_blocking=True)
         own.weights.copy_(weights, non_blocking=True)
         count = len(rows.embeddings_VD)

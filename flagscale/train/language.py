@@ -19,11 +19,14 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from torch.profiler import record_function
 
-from flagscale.data.macro import TextBatch
+from flagscale.data.text import TextBatch
+from flagscale.models.qwen35.attention import PackedSequences
 from flagscale.models.qwen35.language import VisualRows
 from flagscale.platforms.transfer import to_device
 from flagscale.train.graphs import MicrobatchGraph
+from flagscale.train.timeline import MARK, MICROBATCH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,21 +49,14 @@ class LossWeights:
         return to_device(torch.tensor([self.lm, self.mtp]), device)
 
 
-def mtp_mask(loss_mask_BS: torch.Tensor) -> torch.Tensor:
-    """Mask of multi-token prediction: position i predicts token i + 2, which position i + 1's mask speaks of."""
-    mask_BS = torch.zeros_like(loss_mask_BS)
-    mask_BS[:, :-1] = loss_mask_BS[:, 1:]
-    return mask_BS
-
-
 class LanguageSchedule:
     """Runs microbatches through the language model with Megatron-Core's schedules (PP = 1 and 1F1B).
 
     Args:
         model: the language model, wrapped for training where it trains.
         groups: its process groups.
-        seq_length, micro_batch_size: shape of a microbatch.
-        cuda_graph: replay a microbatch as one CUDA graph; only without pipeline stages.
+        graph_tokens: tokens of a microbatch whose shape never changes, to be replayed as one CUDA graph; None: no graph.
+            Without effect with pipeline stages.
     """
 
     def __init__(
@@ -68,21 +64,18 @@ class LanguageSchedule:
         model: torch.nn.Module,
         groups: ProcessGroupCollection,
         *,
-        seq_length: int,
-        micro_batch_size: int,
-        cuda_graph: bool,
+        graph_tokens: int | None,
     ) -> None:
         self._model = model
         self._groups = groups
-        self._shape = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         self._run = get_forward_backward_func(pp_size=groups.pp.size(), vp_size=None)
         self._pipeline = {}
         if groups.pp.size() > 1:
             self._pipeline["p2p_communicator"] = P2PCommunicator(groups.pp, get_model_config(model))
         self._graph: MicrobatchGraph | None = None
-        if cuda_graph and groups.pp.size() == 1:
+        if graph_tokens is not None and groups.pp.size() == 1:
             shards = groups.tp.size() if get_model_config(model).sequence_parallel else 1
-            self._graph = MicrobatchGraph(self._loss_of, self._without_trace, seq_length * micro_batch_size // shards)
+            self._graph = MicrobatchGraph(self._loss_of, self._without_trace, graph_tokens // shards)
 
     def train(self, batches: list[TextBatch], rows: list[VisualRows], weights: LossWeights) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients accumulate in the model and in the rows' embeddings.
@@ -118,6 +111,8 @@ class LanguageSchedule:
     def _schedule(
         self, forward_step: Any, batches: list[TextBatch], rows: list[VisualRows], *, forward_only: bool
     ) -> list[Any]:
+        # Pipeline stages are told one shape: packed rows of a macro batch are equally long there.
+        micro_batch_size, seq_length = batches[0].input_ids_BS.shape
         return self._run(
             forward_step_func=forward_step,
             data_iterator=iter(zip(batches, rows, strict=True)),
@@ -125,7 +120,8 @@ class LanguageSchedule:
             num_microbatches=len(batches),
             forward_only=forward_only,
             pg_collection=self._groups,
-            **self._shape,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
             **self._pipeline,
         )
 
@@ -135,32 +131,39 @@ Microbatches = Iterator[tuple[TextBatch, VisualRows]]
 
 def _training_forward(weights: torch.Tensor, microbatches: Microbatches, model: torch.nn.Module) -> tuple[Any, Any]:
     batch, rows = next(microbatches)
-    output = model(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, rows)
-    return output, partial(_loss, batch.loss_mask_BS, weights)
+    with record_function(MARK + MICROBATCH):
+        output = model(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, rows, _packed(batch))
+    return output, partial(_loss, batch, weights)
+
+
+def _packed(batch: TextBatch) -> PackedSequences | None:
+    return PackedSequences.of(list(batch.lengths), batch.input_ids_BS.device) if batch.lengths else None
 
 
 def _loss(
-    loss_mask_BS: torch.Tensor, weights: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]
+    batch: TextBatch, weights: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The microbatch's share of the iteration's loss, a token count Megatron-Core asks for, and the loss sums."""
     lm_BS, mtp_BS = output
-    lm = (lm_BS * loss_mask_BS).sum()
-    mtp = (mtp_BS * mtp_mask(loss_mask_BS)).sum() if mtp_BS is not None else torch.zeros_like(lm)
+    lm = (lm_BS * batch.loss_mask_BS).sum()
+    mtp = (mtp_BS * batch.mtp_mask_BS).sum() if mtp_BS is not None else torch.zeros_like(lm)
     sums = torch.stack([lm, mtp])
     return (weights * sums).sum(), torch.zeros((), dtype=torch.int, device=lm.device), sums.detach()
 
 
 def _evaluation_forward(microbatches: Microbatches, model: torch.nn.Module) -> tuple[Any, Any]:
     batch, rows = next(microbatches)
-    output = model(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, rows, with_predictions=True)
-    return output, partial(_evaluation, batch.loss_mask_BS)
+    output = model(
+        batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, rows, _packed(batch), with_predictions=True
+    )
+    return output, partial(_evaluation, batch)
 
 
 def _evaluation(
-    loss_mask_BS: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    batch: TextBatch, output: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     lm_BS, mtp_BS, predictions_BS = output
-    sums = [(lm_BS * loss_mask_BS).sum()]
-    sums.append((mtp_BS * mtp_mask(loss_mask_BS)).sum() if mtp_BS is not None else torch.zeros_like(sums[0]))
+    sums = [(lm_BS * batch.loss_mask_BS).sum()]
+    sums.append((mtp_BS * batch.mtp_mask_BS).sum() if mtp_BS is not None else torch.zeros_like(sums[0]))
     collected = {"sums": torch.stack(sums), "predictions_BS": predictions_BS}
     return sums[0], torch.zeros((), dtype=torch.int, device=sums[0].device), collected

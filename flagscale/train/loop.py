@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +18,7 @@ from flagscale.train.checkpoint import Checkpoints
 from flagscale.train.evaluate import Evaluation, evaluate
 from flagscale.train.language import LossWeights
 from flagscale.train.metrics import Reporter, read_metrics
+from flagscale.train.mix_control import MixControl
 from flagscale.train.plots import Answered, plot_answers, plot_losses
 from flagscale.train.step import StepReport, TrainStep
 
@@ -40,13 +43,18 @@ class Training:
         newest = self._checkpoints.newest()
         if newest is not None:
             self._progress = self._checkpoints.load(state, newest)
-        rank = state.topology.rank
-        self._data = DataPipeline(state.plan, "train", rank)
-        self._held_out = DataPipeline(state.plan, "valid", rank) if self._config.data.valid_path else None
+        rank, pin = state.topology.rank, state.platform.is_cuda
+        self._data = DataPipeline(state.plan, "train", rank, pin=pin)
+        if "data" in self._progress:
+            self._data.load_state_dict(self._progress["data"])
+        self._held_out = DataPipeline(state.plan, "valid", rank, pin=pin) if self._config.data.valid_path else None
+        self._mix = MixControl(exp_dir, self._data, self._progress["iteration"])
         self._reporter = Reporter(state.plan, exp_dir, self._progress["iteration"]) if rank == 0 else None
         self._say(f"{state.platform.description}; {_describe(state)}")
         if newest is not None:
             self._say(f"resumed from {newest}")
+        if self._reporter is not None:
+            self._report_bad_samples()
 
     def run(self) -> None:
         """Trains, validates and saves until `train_iters`, then writes the pictures."""
@@ -64,6 +72,8 @@ class Training:
         self._finish()
 
     def _iterate(self, step: int) -> None:
+        for line in self._mix.poll(step):
+            self._say(line)
         weights = LossWeights.of_batch(
             num_loss_tokens=self._data.num_loss_tokens(step),
             num_mtp_loss_tokens=self._data.num_mtp_loss_tokens(step),
@@ -84,9 +94,8 @@ class Training:
     def _values(self, step: int, report: StepReport, seconds: float) -> dict[str, Any]:
         """The line of metrics.jsonl for one iteration."""
         plan, outcome = self._state.plan, report.outcome
-        num_tokens = self._data.num_tokens(step)
+        num_tokens = report.num_tokens
         lm, mtp = report.loss_sums.tolist()
-        mean_load = sum(report.loads) / len(report.loads)
         values = {
             "iteration": step + 1,
             "lm_loss": lm / max(self._data.num_loss_tokens(step), 1),
@@ -100,10 +109,14 @@ class Training:
             "tflops_per_gpu": self._data.flops(step) / seconds / plan.world_size / 1e12,
             "num_tokens": num_tokens,
             "num_images": report.num_items,
-            "vision_load_max_over_mean": max(report.loads) / mean_load if mean_load else 1.0,
+            "vision_load_max_over_mean": max_over_mean(report.loads),
+            "language_load_max_over_mean": max_over_mean(report.language_loads),
+            "padding_share": 1 - num_tokens / report.num_computed,
+            "packing_efficiency": num_tokens / report.capacity,
             "exchange_bytes": report.exchange_bytes,
             "skipped": self._progress["skipped"],
         }
+        values |= self._data.source_metrics(step)
         return values | {f"{phase}_s": seconds for phase, seconds in report.phase_s.items()}
 
     def _learning_rate(self) -> float:
@@ -127,6 +140,7 @@ class Training:
         return result
 
     def _save(self) -> None:
+        self._progress["data"] = self._data.state_dict(self._progress["iteration"])
         path = self._checkpoints.save(self._state, self._progress)
         self._say(f"saved {path}")
 
@@ -154,6 +168,15 @@ class Training:
             plot_answers(answered, target)
             self._say(f"answers: {target}")
 
+    def _report_bad_samples(self) -> None:
+        """Lists the samples that were left out in exp_dir/bad_samples.jsonl."""
+        pipelines = [self._data] if self._held_out is None else [self._data, self._held_out]
+        bad = [sample for pipeline in pipelines for sample in pipeline.bad_samples()]
+        path = self._exp_dir / "bad_samples.jsonl"
+        path.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in bad), encoding="utf-8")
+        if bad:
+            self._say(f"left out {len(bad)} bad samples: {path}")
+
     def _say(self, line: str) -> None:
         if self._reporter is not None:
             self._reporter.say(line)
@@ -169,6 +192,11 @@ class Training:
             self._held_out.close()
         if self._reporter is not None:
             self._reporter.close()
+
+
+def max_over_mean(loads: list[float]) -> float:
+    """How uneven loads are; 1.0 when even or when there is none."""
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def _describe(state: TrainState) -> str:

@@ -7,7 +7,7 @@ iteration, encoded by the first stage's ranks).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from flagscale.data.macro import MacroBatch, TextBatch
+from flagscale.data.macro import MacroBatch
+from flagscale.data.text import TextBatch
 from flagscale.models.qwen35.build import extra_tp_sum_params
 from flagscale.models.qwen35.language import VisualRows
 from flagscale.parallel.exchange import Exchange
@@ -35,6 +36,8 @@ class StepReport:
         loss_sums: [lm, mtp] token losses summed: of this rank before the optimizer step, of the world after it.
         exchange_bytes: embeddings and gradients that left their rank, over the whole job.
         loads: cost encoded by each vision replica.
+        language_loads: cost of the samples of each language replica.
+        num_tokens, num_computed, capacity: as in `MacroBatchSpec`, over the step.
         phase_s: seconds this rank spent in each phase.
     """
 
@@ -43,13 +46,21 @@ class StepReport:
     num_items: int = 0
     exchange_bytes: int = 0
     loads: list[float] = field(default_factory=list)
+    language_loads: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_computed: int = 0
+    capacity: int = 0
     phase_s: dict[str, float] = field(default_factory=dict)
 
     def count(self, macro: MacroBatch, exchange_bytes: int) -> None:
         """Adds one macro batch."""
         self.num_items += len(macro.spec.items)
         self.exchange_bytes += exchange_bytes
-        self.loads = [total + load for total, load in zip(self.loads, macro.spec.loads, strict=True)]
+        self.loads = _added(self.loads, macro.spec.loads)
+        self.language_loads = _added(self.language_loads, macro.spec.language_loads)
+        self.num_tokens += macro.spec.num_tokens
+        self.num_computed += macro.spec.num_computed
+        self.capacity += macro.spec.capacity
 
 
 class TrainStep:
@@ -65,9 +76,7 @@ class TrainStep:
         self.language = LanguageSchedule(
             state.modules[LANGUAGE],
             state.topology.groups[LANGUAGE],
-            seq_length=model.seq_length,
-            micro_batch_size=model.micro_batch_size,
-            cuda_graph=state.platform.is_cuda and state.plan.config.system.cuda_graph,
+            graph_tokens=_graph_tokens(state),
         )
         self._trains_vision = VISION in trainable_modules(model)
         self._encoder = MacroEncoder(
@@ -97,7 +106,7 @@ class TrainStep:
         for module in state.wrapped.values():
             module.zero_grad_buffer()
         state.optimizer.zero_grad()
-        report = StepReport(loads=[0.0] * state.plan.modules[VISION].dp, phase_s=self._phase_s)
+        report = StepReport(phase_s=self._phase_s)
         sums = torch.zeros(2, device=self._device)
 
         for macro in macro_batches:
@@ -134,7 +143,7 @@ class TrainStep:
                 language=state.plan.modules[LANGUAGE],
                 consumer=self._consumer,
                 rank=state.topology.rank,
-                micro_batch_size=state.plan.config.model.micro_batch_size,
+                micro_batch_size=1 if spec.packed else state.plan.config.model.micro_batch_size,
             )
             rows_RD = exchange.send_embeddings(rows_VD)
         needs_grad = self._trains_vision and torch.is_grad_enabled()
@@ -169,6 +178,19 @@ class TrainStep:
         start = time.perf_counter()
         yield
         self._phase_s[name] = self._phase_s.get(name, 0.0) + time.perf_counter() - start
+
+
+def _graph_tokens(state: TrainState) -> int | None:
+    """Tokens of a microbatch that can be replayed as one CUDA graph: padded ones, which all have one shape."""
+    config = state.plan.config
+    if not state.platform.is_cuda or not config.system.cuda_graph or config.data.packing != "none":
+        return None
+    return config.model.seq_length * config.model.micro_batch_size
+
+
+def _added(totals: list[float], values: Sequence[float]) -> list[float]:
+    """Sums element by element; no totals yet count as zeros."""
+    return [total + value for total, value in zip(totals or [0] * len(values), values, strict=True)]
 
 
 def finalize_gradients(state: TrainState) -> None:

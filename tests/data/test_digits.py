@@ -12,8 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from flagscale.data.index import SampleIndex
-from flagscale.data.loader import open_source
-from flagscale.data.records import parse_record
+from flagscale.data.corpus import open_source
+from flagscale.data.records import Record, parse_record
 from tests.data.helpers import make_config
 from tools.data import make_digits
 
@@ -30,25 +30,29 @@ def scan_of(name: str) -> int:
     return int(name.split("/")[-1].split("-")[0])
 
 
+def names(record: Record) -> list[str]:
+    return [media.name for media in record.media]
+
+
 def lines(digits: Path, split: str) -> list[bytes]:
     return (digits / f"{split}.jsonl").read_bytes().splitlines()
 
 
 def test_splits_share_no_scan_and_have_enough_questions(digits: Path) -> None:
     for split, folder, num_scans in (("train", "train", 1500), ("valid", "valid", 297), ("valid_mixed", "valid", 140)):
-        images = {name for line in lines(digits, split) for name in parse_record(line).images}
+        images = {name for line in lines(digits, split) for name in names(parse_record(line))}
         assert all(name.startswith(f"images/{folder}/") for name in images)
         assert len({scan_of(name) for name in images}) >= num_scans
     for split in ("train", "valid_mixed"):
-        assert {len(parse_record(line).images) for line in lines(digits, split)} == {0, 1, 2, 3}
+        assert {len(parse_record(line).media) for line in lines(digits, split)} == {0, 1, 2, 3}
     assert len(lines(digits, "train")) == make_digits.NUM_TRAIN
 
 
 def test_validation_asks_for_each_held_out_scan_once_and_alone(digits: Path) -> None:
     """What `eval_accuracy` of the demo counts: single digits."""
     records = [parse_record(line) for line in lines(digits, "valid")]
-    assert [len(record.images) for record in records] == [1] * 297
-    assert sorted(scan_of(record.images[0]) for record in records) == list(range(297))
+    assert [len(record.media) for record in records] == [1] * 297
+    assert sorted(scan_of(names(record)[0]) for record in records) == list(range(297))
     assert {record.turns[-1].parts[0] for record in records} == set("0123456789")
 
 
@@ -59,7 +63,7 @@ def test_held_out_scans_are_the_first_of_the_shuffled_order(digits: Path) -> Non
     answers = {}
     for line in lines(digits, "valid"):
         record = parse_record(line)
-        answers[scan_of(record.images[0])] = record.turns[-1].parts[0]
+        answers[scan_of(names(record)[0])] = record.turns[-1].parts[0]
     assert all(str(target[order[number]]) == answer for number, answer in answers.items())
 
 

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from PIL import Image
 
 from flagscale.config.errors import UserError
-from flagscale.data import index as index_module
+from flagscale.data import index_build
 from flagscale.data.chat import Placement
 from flagscale.data.image import ImageSettings
-from flagscale.data.index import SampleIndex, Source, build_index
+from flagscale.data.index import SampleIndex
+from flagscale.data.index_build import build_index
+from flagscale.data.source import Source
 from flagscale.data.tokenizer import BuiltinTokenizer
 from tests.data.helpers import save_image, sharegpt, write_jsonl, write_mixture
 from tests.dist.pool import run_ranks
@@ -41,10 +43,11 @@ def test_rows_say_what_the_samples_hold(tmp_path: Path) -> None:
         assert index.placements(1) == (Placement(6, 4, 7, 0), Placement(4, 8, 15, 1))
         assert index.num_tokens(0) == len("suser\nHie\nsassistant\nyese\n")
         assert index.num_tokens(1) == len("suser\n?e\nsassistant\n3 1e\n") + 2 * 2 + 6 + 8
-        assert (index.num_loss_tokens([0, 1]), index.num_mtp_loss_tokens([0, 1, 1])) == (8, 12)
+        assert [(index.num_loss_tokens(i), index.num_mtp_loss_tokens(i)) for i in (0, 1)] == [(4, 4), (4, 4)]
         text = index.read(1)
-        assert text.record.id == index.media(1)[0] == "two"
-        assert text.media == index.media(1)[1] == (tmp_path / "pictures" / "a.png", tmp_path / "b.png")
+        assert text.record == index.record(1)
+        assert text.record.id == "two"
+        assert [media.name for media in text.record.media] == ["pictures/a.png", str(tmp_path / "b.png")]
         assert len(text.encoded.tokens_T) == index.num_tokens(1)
 
 
@@ -61,7 +64,7 @@ def test_record_batches_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = write_mixture(tmp_path, 23)
     with SampleIndex.open(open_source(path)) as index:
         expected = [(index.num_tokens(i), index.placements(i)) for i in range(len(index))]
-    monkeypatch.setattr(index_module, "BATCH_ROWS", 5)
+    monkeypatch.setattr(index_build, "BATCH_ROWS", 5)
     with SampleIndex.open(open_source(path), tmp_path / "cache") as index:
         assert [(index.num_tokens(i), index.placements(i)) for i in range(len(index))] == expected
 
@@ -160,4 +163,4 @@ def test_a_line_that_changed_after_indexing_is_noticed(tmp_path: Path) -> None:
             index.read(0)
         path.write_text("")
         with pytest.raises(UserError, match="line 1: the sample is not valid JSON"):
-            index.media(0)
+            index.record(0)

@@ -202,19 +202,19 @@ def test_samples_for_people(sources: dict[str, Path]) -> None:
     with pipelines(plan_for(sources), "valid", world=1) as (pipeline,):
         for sample_id in range(23):
             shown = pipeline.shown(sample_id)
-            assert (shown is not None) == (len(pipeline.index.placements(sample_id)) == 1)
+            assert (shown is not None) == (len(pipeline.corpus.placements(sample_id)) == 1)
             if shown is not None:
                 assert shown.question == "Which?"
                 assert shown.image.is_file()
-        tokens_T = pipeline.index.read(0).encoded.tokens_T
+        tokens_T = pipeline.corpus.read(0).encoded.tokens_T
         assert pipeline.decode(tokens_T.tolist()).startswith("user\nWhich?\nassistant\n0")
 
 
 def test_indexes_are_prepared_for_both_splits(sources: dict[str, Path], tmp_path: Path) -> None:
     config = plan_for(sources, cache_path=str(tmp_path)).config
     paths = prepare_indexes(config)
-    assert {split: path.parent for split, path in paths.items()} == {"train": tmp_path, "valid": tmp_path}
-    assert all(path.is_file() for path in paths.values())
+    assert {split: path.parent for split, (path,) in paths.items()} == {"train": tmp_path, "valid": tmp_path}
+    assert all(path.is_file() for (path,) in paths.values())
     short = make_config(sources["train"], model={"seq_length": 20})
     with pytest.raises(UserError, match=r"more than model\.seq_length=20"):
         prepare_indexes(short)

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from flagscale.config.schema import Config, DataConfig, ExperimentConfig, ModelConfig, RunnerConfig
-from flagscale.data.chat import Placement
-from flagscale.data.macro import MacroBatch, TextBatch, split_step
-from flagscale.data.positions import rope_positions
+from flagscale.data import text
+from flagscale.data.chat import EncodedSample, Placement
+from flagscale.data.macro import Costs, MacroBatch, split_step
 from flagscale.data.sampler import NO_SAMPLE
+from flagscale.data.text import TextBatch
 from flagscale.models.qwen35.weights import gather_canonical
 from flagscale.plan.batch import batch_plan, grids_of, layout_of, world_size_of
 from flagscale.plan.flops import vision_item_flops
@@ -101,26 +103,25 @@ class Samples:
         """As SampleIndex.placements."""
         return self.sample(i).placements
 
+    def num_tokens(self, i: int) -> int:
+        """As Corpus.num_tokens."""
+        return len(self.sample(i).tokens)
+
+    def encoded(self, i: int) -> EncodedSample:
+        """Sample number i as the data path encodes one."""
+        sample = self.sample(i)
+        return EncodedSample(np.array(sample.tokens), np.array(sample.targets), sample.placements)
+
     def pixels(self, i: int, media: int, num_patches: int, values: int) -> torch.Tensor:
         """Random patches [num_patches, values] of one image."""
         generator = torch.Generator().manual_seed(hash((self._seed, i, media)) % 2**31)
         return torch.randn(num_patches, values, generator=generator)
 
 
-def text_batch(samples: Samples, ids: Sequence[int]) -> TextBatch:
+def text_batch(samples: Samples, ids: Sequence[int], length: int = SEQ, packed: bool = False) -> TextBatch:
     """The microbatch of these samples."""
-    tokens, labels = (torch.zeros(len(ids), SEQ, dtype=torch.long) for _ in range(2))
-    mask, positions = torch.zeros(len(ids), SEQ), torch.zeros(3, len(ids), SEQ, dtype=torch.long)
-    for b, i in enumerate(ids):
-        if i == NO_SAMPLE:
-            continue
-        sample = samples.sample(i)
-        length = len(sample.tokens)
-        tokens[b, :length] = torch.tensor(sample.tokens)
-        labels[b, : length - 1] = torch.tensor(sample.tokens[1:])
-        mask[b, : length - 1] = torch.tensor(sample.targets[1:]).float()
-        positions[:, b, :length] = torch.from_numpy(rope_positions(length, sample.placements, 2))
-    return TextBatch(tokens, labels, mask, positions, tuple(ids))
+    encoded = {i: samples.encoded(i) for i in ids if i != NO_SAMPLE}
+    return text.text_batch(ids, encoded, text.RowForm(length=length, packed=packed, pad=0, merge_size=2))
 
 
 def macro_batches(plan: ExperimentPlan, samples: Samples, rank: int, step: int = 0) -> list[MacroBatch]:
@@ -144,11 +145,15 @@ class HeldOut:
 
 def _read(plan: ExperimentPlan, samples: Samples, rank: int, ids: list[int]) -> list[MacroBatch]:
     model = plan.config.model
-    specs = split_step(0, ids, samples, plan, lambda h, w: int(vision_item_flops(model, h, w)))
+    costs = Costs(item=lambda h, w: int(vision_item_flops(model, h, w)), tokens=lambda n: n)
+    specs = split_step(0, ids, samples, plan, costs)
     replica = plan.language.coordinate(rank)["dp"]
     batches = []
     for spec in specs:
-        texts = tuple(text_batch(samples, replicas[replica]) for replicas in spec.sample_ids)
+        texts = tuple(
+            text_batch(samples, replicas[replica], lengths[replica], spec.packed)
+            for replicas, lengths in zip(spec.sample_ids, spec.row_lengths, strict=True)
+        )
         pixels = {}
         for index in spec.reads.get(rank, ()):
             item = spec.items[index]

@@ -71,7 +71,7 @@ RULES = [
     (["data.tokenizer.type=hf"], ["tokenizer.path = null"]),
     (["data.tokenizer.type=hf", "data.tokenizer.path=/nowhere"], ["is no folder"]),
     (["data.train_path=/nowhere/a.jsonl"], ["/nowhere/a.jsonl", "is no file"]),
-    (["data.train_path=/tmp"], ["is a folder, not a file"]),
+    (["data.train_path=/proc/self/fdinfo"], ["is a folder without .tar or .parquet files"]),
     (["experiment.task.entrypoint=gone.py"], ["entrypoint", "gone.py", "is no file"]),
     (["experiment.exp_dir=/etc/hostname/x"], ["/etc/hostname is a file"]),
     (["experiment.runner.nnodes=2"], ["must be 1 for runner.type local"]),

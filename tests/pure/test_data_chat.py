@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.config.errors import UserError
-from flagscale.data.chat import Placement, encode_chat
-from flagscale.data.records import ImageSlot, Record, SampleError, Turn
+from flagscale.data.chat import Placement, Shape, encode_chat
+from flagscale.data.records import IMAGE, Media, MediaSlot, Record, SampleError, Turn
 from flagscale.data.tokenizer import (
     BUILTIN_CHARACTERS,
     BUILTIN_SPECIAL,
@@ -34,14 +34,14 @@ def test_template_targets_and_placements() -> None:
         "1",
         (
             Turn("system", ("Be brief.",)),
-            Turn("user", (ImageSlot(0), "left, ", ImageSlot(1), "?")),
+            Turn("user", (MediaSlot(0), "left, ", MediaSlot(1), "?")),
             Turn("assistant", ("3 1",)),
             Turn("user", ("Sure?",)),
             Turn("assistant", ("yes",)),
         ),
-        ("a.png", "b.png"),
+        (Media(IMAGE, "a.png"), Media(IMAGE, "b.png")),
     )
-    sample = encode_chat(record, [(4, 2), (2, 2)], TOKENIZER, merge_size=2)
+    sample = encode_chat(record, [Shape(4, 2), Shape(2, 2)], TOKENIZER, merge_size=2)
     assert spelled(sample.tokens_T.tolist()) == (
         "<s>system\nBe brief.<e>\n<s>user\n<v>**</v>left, <v>*</v>?<e>\n<s>assistant\n3 1<e>\n"
         "<s>user\nSure?<e>\n<s>assistant\nyes<e>\n"
@@ -61,8 +61,8 @@ def test_text_that_spells_special_tokens_stays_text() -> None:
 
 
 def test_sizes_must_be_known_for_every_image() -> None:
-    record = Record("1", (Turn("user", (ImageSlot(0),)), Turn("assistant", ("3",))), ("a.png",))
-    with pytest.raises(SampleError, match="1 images but 0 sizes"):
+    record = Record("1", (Turn("user", (MediaSlot(0),)), Turn("assistant", ("3",))), (Media(IMAGE, "a.png"),))
+    with pytest.raises(SampleError, match="1 media but 0 sizes"):
         encode_chat(record, [], TOKENIZER, merge_size=2)
 
 

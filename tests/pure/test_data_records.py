@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.errors import UserError
-from flagscale.data.records import ImageSlot, Record, SampleError, Turn, parse_record
+from flagscale.data.records import IMAGE, Media, MediaSlot, Record, SampleError, Turn, parse_record
 
 GOOD_ANSWER = {"from": "gpt", "value": "3"}
 
@@ -24,8 +24,8 @@ def sharegpt(question: str, answer: str = "3", **more: Any) -> dict[str, Any]:
 def test_both_forms_give_the_same_record() -> None:
     expected = Record(
         "7",
-        (Turn("user", (ImageSlot(0), "and", ImageSlot(1), "which?")), Turn("assistant", ("3 1",))),
-        ("a.png", "b/c.png"),
+        (Turn("user", (MediaSlot(0), "and", MediaSlot(1), "which?")), Turn("assistant", ("3 1",))),
+        (Media(IMAGE, "a.png"), Media(IMAGE, "b/c.png")),
     )
     images = ["a.png", "b/c.png"]
     text = "<image>and<image>which?\n"
@@ -45,8 +45,8 @@ def test_both_forms_give_the_same_record() -> None:
 
 def test_llava_names_one_image_by_image() -> None:
     record = read(**sharegpt("<image>\nWhich?", image="a.png"))
-    assert record.images == ("a.png",)
-    assert record.turns[0].parts == (ImageSlot(0), "\nWhich?")
+    assert record.media == (Media(IMAGE, "a.png"),)
+    assert record.turns[0].parts == (MediaSlot(0), "\nWhich?")
 
 
 def test_image_parts_may_refer_to_the_list() -> None:
@@ -56,7 +56,7 @@ def test_image_parts_may_refer_to_the_list() -> None:
         {"role": "assistant", "content": "3"},
     ]
     record = read(messages=messages, images=["a.png"])
-    assert record.images == ("a.png",)
+    assert record.media == (Media(IMAGE, "a.png"),)
     assert [turn.role for turn in record.turns] == ["system", "user", "assistant"]
 
 
@@ -68,7 +68,7 @@ def test_placeholders_count_on_over_the_turns() -> None:
         GOOD_ANSWER,
     ]
     record = read(conversations=turns, images=["a.png", "b.png"])
-    assert record.turns[2].parts == ("b", ImageSlot(1))
+    assert record.turns[2].parts == ("b", MediaSlot(1))
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,15 @@ def test_placeholders_count_on_over_the_turns() -> None:
         ('{"conversations": [', "is not valid JSON"),
         (b"\xff\xfe{}", "is not valid JSON"),
         ("[1, 2]", "is a JSON list"),
-        ("{}", "has neither 'conversations' nor 'messages'"),
+        ("{}", "has none of 'conversations', 'messages' and 'text'"),
+        ('{"text": " "}', "has an empty text"),
         ('{"conversations": []}', "not a list with at least one turn"),
         ('{"messages": "hello"}', "not a list with at least one turn"),
-        ('{"messages": [{"role": "user"}]}', "without 'role' and 'content'"),
+        ('{"messages": [{"role": "user"}]}', "without 'from' and 'value' or 'role' and 'content'"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
         ('{"messages": [{"role": "user", "content": 3}]}', "content is a int"),
         ('{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}', "type 'audio'"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image", "image": 3}]}]}', "names 3"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image", "image": 3}]}]}', "not a list of file names"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant turn"),
         (json.dumps(sharegpt("x", "  ")), "an assistant turn without text"),
         (json.dumps(sharegpt("<image>x")), "1 '<image>' placeholder(s) and 0 image(s)"),
@@ -92,7 +93,7 @@ def test_placeholders_count_on_over_the_turns() -> None:
         (json.dumps(sharegpt("<image><image>x", images=["a.png"])), "2 '<image>' placeholder(s) and 1 image(s)"),
         (json.dumps(sharegpt("<image>x", images=[""])), "not a list of file names"),
         (json.dumps(sharegpt("<image>x", images={"a": 1})), "not a list of file names"),
-        (json.dumps(sharegpt("x", videos=["a.mp4"])), "has videos"),
+        (json.dumps(sharegpt("x", videos=["a.mp4"])), "0 '<video>' placeholder(s) and 1 video(s)"),
         (json.dumps(sharegpt("x", "<image>3", images=["a.png"])), "outside the user's turns"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "images": ["b.png"]}',

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.data.sampler import NO_SAMPLE, SequentialSampler, ShuffledSampler, permute
+from flagscale.data.sampler import NO_SAMPLE, SequentialSampler, ShuffledSource, permute
 
 
 @settings(deadline=None, max_examples=60)
@@ -34,28 +34,27 @@ def test_permute_refuses_what_is_outside() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(num_samples=st.integers(1, 60), batch=st.integers(1, 70), seed=st.integers(-5, 2**40))
-def test_every_sample_once_an_epoch_also_across_batches(num_samples: int, batch: int, seed: int) -> None:
-    sampler = ShuffledSampler(num_samples=num_samples, global_batch_size=batch, seed=seed)
-    steps = -(-3 * num_samples // batch)
-    order = [i for step in range(steps) for i in sampler.sample_ids(step)]
+@given(num_samples=st.integers(1, 60), seed=st.integers(-5, 2**40))
+def test_every_sample_once_an_epoch(num_samples: int, seed: int) -> None:
+    source = ShuffledSource(num_samples=num_samples, seed=seed)
+    order = [source.sample_at(position) for position in range(3 * num_samples)]
     for epoch in range(3):
         assert sorted(order[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
 
 
 def test_epochs_and_seeds_have_their_own_orders() -> None:
     orders = {
-        tuple(ShuffledSampler(num_samples=50, global_batch_size=50, seed=seed).sample_ids(epoch))
+        tuple(ShuffledSource(num_samples=50, seed=seed).sample_at(50 * epoch + i) for i in range(50))
         for seed in range(10)
         for epoch in range(10)
     }
     assert len(orders) == 100
 
 
-def test_a_late_step_of_a_large_source_costs_no_more() -> None:
-    sampler = ShuffledSampler(num_samples=10_000_000, global_batch_size=64, seed=1)
+def test_a_late_position_of_a_large_source_costs_no_more() -> None:
+    source = ShuffledSource(num_samples=10_000_000, seed=1)
     start = time.perf_counter()
-    ids = sampler.sample_ids(10**9)
+    ids = [source.sample_at(64 * 10**9 + i) for i in range(64)]
     assert time.perf_counter() - start < 0.5
     assert all(0 <= i < 10_000_000 for i in ids)
 
