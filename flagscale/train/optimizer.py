@@ -1,14 +1,16 @@
 """One optimizer over modules with different grids: a distributed optimizer each, one norm, one decision.
 
-Megatron-Core's own MimoOptimizer takes one all-reduce a module and three more for overflow, norm and success. Here every
-rank contributes the squared norm of the gradient shards it owns, each parameter counted once whatever its grid, and one
-all-reduce over the world carries both norms and the step's metrics.
+Megatron-Core's own MimoOptimizer takes one all-reduce a module and three more for overflow, norm and success. Here
+every rank contributes the squared norm of the gradient shards it owns, each parameter counted once whatever its grid,
+and one all-reduce over the world carries both norms and the step's metrics.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,10 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from flagscale.config.errors import ConfigError
 from flagscale.config.schema import Config
 from flagscale.config.schema import OptimizerConfig as OptimizerKeys
+from flagscale.models.qwen35.weights import canonical_names, canonical_shapes
 from flagscale.plan.layout import LANGUAGE, VISION
 
 
@@ -105,7 +109,11 @@ def build_optimizer(
     Args:
         modules: the wrapped modules this rank holds.
         trainable: names of the modules with trainable parameters, the same on every rank.
+
+    Raises:
+        ConfigError: `no_weight_decay` names nothing, or only a part of a parameter.
     """
+    _check_names(config)
     keys = config.model.optimizer
     optimizers = {}
     for name in trainable:
@@ -113,7 +121,7 @@ def build_optimizer(
             optimizers[name] = get_megatron_optimizer(
                 _megatron_config(config),
                 [modules[name]],
-                config_overrides=_overrides(keys, name),
+                config_overrides=_overrides(config, name, modules[name]),
                 use_gloo_process_groups=False,
                 pg_collection=groups[name],
             )
@@ -161,9 +169,11 @@ def _megatron_config(config: Config) -> OptimizerConfig:
     )
 
 
-def _overrides(keys: OptimizerKeys, name: str) -> dict[ParamKey, dict[str, float]]:
-    """Weight decay on matrices only, and the learning-rate factors of the vision encoder's parts."""
-    overrides: dict[ParamKey, dict[str, float]] = {_where("vector", lambda p, n: p.ndim <= 1): {"wd_mult": 0.0}}
+def _overrides(config: Config, name: str, module: torch.nn.Module) -> dict[ParamKey, dict[str, float]]:
+    """What sets parameters apart: no weight decay, and the learning-rate factors of the vision encoder's parts."""
+    keys, without = config.model.optimizer, _without_decay(config, module)
+    undecayed = _where("no_weight_decay", lambda p, n: p in without)
+    overrides: dict[ParamKey, dict[str, float]] = {undecayed: {"wd_mult": 0.0}}
     if name == VISION:
         for part, factor in (("encoder", keys.vision_lr_mult), ("merger", keys.merger_lr_mult)):
             inside = _where(part, lambda p, n, part=part: ("merger." in n) == (part == "merger"))
@@ -172,5 +182,37 @@ def _overrides(keys: OptimizerKeys, name: str) -> dict[ParamKey, dict[str, float
     return overrides
 
 
-def _where(name: str, matches: object) -> ParamKey:
+def _where(name: str, matches: Callable[..., bool]) -> ParamKey:
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
+
+
+def _check_names(config: Config) -> None:
+    """Every pattern names something in the whole model, whatever this rank holds of it."""
+    names = canonical_shapes(config.model)
+    # The default also names parts that this model may lack, such as Gated DeltaNet.
+    for pattern in set(config.model.optimizer.no_weight_decay) - set(OptimizerKeys().no_weight_decay):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                "model.optimizer.no_weight_decay", pattern, "matches no parameter", f"names are such as {min(names)}"
+            )
+
+
+def _without_decay(config: Config, module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The parameters that `no_weight_decay` names; those that join several tensors have to be named whole."""
+    without = set()
+    for parameter, names in canonical_names(module, config.model).items():
+        named = [
+            name
+            for name in names
+            if any(fnmatchcase(name, pattern) for pattern in config.model.optimizer.no_weight_decay)
+        ]
+        if named and len(named) < len(names):
+            raise ConfigError(
+                "model.optimizer.no_weight_decay",
+                named[0],
+                "is trained as one parameter with " + ", ".join(sorted(set(names) - set(named))),
+                "name all of them or none",
+            )
+        if named:
+            without.add(parameter)
+    return without

@@ -64,7 +64,11 @@ class Pool:
             def run(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
                 return self._run(size, store, fn, args, timeout)
 
-            yield run
+            try:
+                yield run
+            except BaseException:
+                self.end()  # what the session left in the ranks would disturb the next one
+                raise
             if self.workers:
                 self._run(size, store, None, (), 60.0)
 

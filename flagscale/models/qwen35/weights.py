@@ -16,7 +16,7 @@ from flagscale.models.qwen35.canonical import DECAY, NORMAL, ONES, Canonical, ca
 from flagscale.models.qwen35.language import LanguageModel
 from flagscale.models.qwen35.mapping import ParameterMap, parameter_map
 
-__all__ = ["canonical_shapes", "gather_canonical", "init_weights", "load_canonical", "unwrap"]
+__all__ = ["canonical_names", "canonical_shapes", "gather_canonical", "init_weights", "load_canonical", "unwrap"]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -83,6 +83,11 @@ def gather_canonical(module: torch.nn.Module, model: ModelConfig, what: str = "p
             dist.all_gather(parts, local.contiguous(), group=unwrap(module).tp_group)
         whole.update(_scatter(parts, mapping, shapes))
     return whole
+
+
+def canonical_names(module: torch.nn.Module, model: ModelConfig) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+    """Hugging Face names of what each parameter of this rank holds; several where one matrix joins them."""
+    return {param: mapping.names for _, param, mapping in _mapped(module, model)}
 
 
 def _mapped(module: torch.nn.Module, model: ModelConfig) -> Iterator[tuple[str, torch.nn.Parameter, ParameterMap]]:
