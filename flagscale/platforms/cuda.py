@@ -14,6 +14,8 @@ from flagscale.config.errors import UserError
 from flagscale.platforms.platform import CUDA, Platform
 
 HOPPER = (9, 0)
+PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0}
+"""Dense bf16 matrix TFLOP/s by the vendor's data sheets, by what the device's name contains; the first match counts."""
 
 
 def cuda_platform() -> Platform:
@@ -42,12 +44,18 @@ def cuda_platform() -> Platform:
         backend="nccl",
         transformer_engine=engine is not None,
         delta_rule="torch" if fla is None else "flash-linear-attention",
+        peak_flops=peak_flops(torch.cuda.get_device_name(device)),
         description=(
             f"cuda: {torch.cuda.get_device_name(device)}, nccl, torch {torch.__version__}, "
             f"transformer engine {engine or 'absent'}, flash-linear-attention {fla or 'absent'}, triton {triton}"
         ),
         install=_installer(device, fla is not None),
     )
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device, None for one that is not in the table."""
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
 def check_triton(fla: str, triton: str | None, capability: tuple[int, int]) -> None:

@@ -21,6 +21,7 @@ class Platform:
         backend: torch.distributed backend, `gloo` or `nccl`.
         transformer_engine: build linears and norms from Transformer Engine.
         delta_rule: what computes Gated DeltaNet, `torch` or `flash-linear-attention`.
+        peak_flops: dense bf16 matrix FLOP/s of the device by its vendor, None where unknown.
         description: one line for the log.
         install: prepares the process; call it before a model or an optimizer is built. May be called again.
     """
@@ -30,6 +31,7 @@ class Platform:
     backend: str
     transformer_engine: bool
     delta_rule: str
+    peak_flops: float | None
     description: str
     install: Callable[[], None]
 

@@ -6,9 +6,7 @@ iteration, encoded by the first stage's ranks).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +21,7 @@ from flagscale.parallel.exchange import Exchange
 from flagscale.parallel.routes import Consumer
 from flagscale.plan.layout import LANGUAGE, VISION
 from flagscale.train.build import TrainState, trainable_modules
+from flagscale.train.clock import PhaseClock
 from flagscale.train.language import LanguageSchedule, LossWeights
 from flagscale.train.optimizer import StepOutcome
 from flagscale.train.vision import MacroEncoder, gather_pixels
@@ -38,7 +37,7 @@ class StepReport:
         loads: cost encoded by each vision replica.
         language_loads: cost of the samples of each language replica.
         num_tokens, num_computed, capacity: as in `MacroBatchSpec`, over the step.
-        phase_s: seconds this rank spent in each phase.
+        phase_s: seconds this rank spent in each phase; on a GPU the optimizer's are those of the iteration before.
     """
 
     loss_sums: torch.Tensor | None = None
@@ -87,45 +86,45 @@ class TrainStep:
             recompute=model.vision_recompute,
         )
         self._patch_values = 3 * model.vision_temporal_patch_size * model.vision_patch_size**2
-        self._phase_s: dict[str, float] = {}
+        self._clock = PhaseClock(self._device)
 
     def run(self, macro_batches: Iterable[MacroBatch], weights: LossWeights) -> StepReport:
         """One optimizer step over the macro batches of a global batch. Collective over the world."""
         report = self.accumulate(macro_batches, weights)
-        with self._phase("optimizer"):
+        with self._clock.phase("optimizer"):
             report.outcome = self._state.optimizer.step(report.loss_sums)
             if not report.outcome.skipped:
                 self._state.scheduler.step(increment=1)
         report.loss_sums = torch.tensor(report.outcome.sums)
+        report.phase_s = self._clock.seconds()
         return report
 
     def accumulate(self, macro_batches: Iterable[MacroBatch], weights: LossWeights) -> StepReport:
         """Complete gradients of a global batch in every module, from zero. Collective over the world."""
-        state, self._phase_s = self._state, {}
-        model = state.plan.config.model
+        state, model = self._state, self._state.plan.config.model
         for module in state.wrapped.values():
             module.zero_grad_buffer()
         state.optimizer.zero_grad()
-        report = StepReport(phase_s=self._phase_s)
+        report = StepReport()
         sums = torch.zeros(2, device=self._device)
 
         for macro in macro_batches:
             # Encode the images of all microbatches once, and send the embeddings to where they are used.
             exchange, rows = self.encode(macro)
             # Every microbatch through the language model; gradients collect in the rows' embeddings.
-            with self._phase("language"):
+            with self._clock.phase("language"):
                 sums += self.language.train(self.on_device(macro), rows, weights)
             # The gradients back to where the embeddings were made, and the encoder's backward, once.
             if self._trains_vision:
-                with self._phase("exchange"):
+                with self._clock.phase("exchange"):
                     grads_VD = exchange.send_gradients(_collect_gradients(rows))
-                with self._phase("vision_backward"):
+                with self._clock.phase("vision_backward"):
                     self._encoder.backward(grads_VD)
             moved = exchange.travelling_rows(backward=self._trains_vision)
             report.count(macro, moved * model.hidden_size * state.dtype.itemsize)
 
         # Reduce the gradients of each module over its own grid.
-        with self._phase("reduce"):
+        with self._clock.phase("reduce"):
             finalize_gradients(state)
         report.loss_sums = sums if self._counts_loss() else torch.zeros_like(sums)
         return report
@@ -133,9 +132,9 @@ class TrainStep:
     def encode(self, macro: MacroBatch) -> tuple[Exchange, list[VisualRows]]:
         """Vision forward of a macro batch and the exchange; per microbatch the rows this rank's language model needs."""
         state, spec = self._state, macro.spec
-        with self._phase("vision_forward"):
+        with self._clock.phase("vision_forward"):
             rows_VD = self._encode_own_items(macro)
-        with self._phase("exchange"):
+        with self._clock.phase("exchange"):
             exchange = Exchange(
                 spec.items,
                 spec.encode,
@@ -172,12 +171,6 @@ class TrainStep:
     def _counts_loss(self) -> bool:
         """Whether this rank's loss sums count: one of the tensor parallel ranks, which all have the same."""
         return self._state.topology.coordinate(LANGUAGE)["tp"] == 0
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._phase_s[name] = self._phase_s.get(name, 0.0) + time.perf_counter() - start
 
 
 def _graph_tokens(state: TrainState) -> int | None:

@@ -1,0 +1,132 @@
+"""The main job on real ranks and real data: resuming, validation between iterations, unified against colocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from flagscale.config.loading import load
+from flagscale.plan.build import checked_plan
+from flagscale.plan.plan import ExperimentPlan
+from flagscale.platforms import get_platform
+from flagscale.runner.render import torchrun_command
+from flagscale.train.build import build
+from flagscale.train.loop import Training
+from flagscale.train.metrics import read_metrics
+from tests.dist.pool import run_ranks
+from tools.data import make_digits
+
+SMALL = (
+    "model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vision_hidden_size=32",
+    "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4", "model.kv_channels=32", "model.seq_length=128",
+    "model.global_batch_size=16", "model.eval_iters=1", "system.logging.wandb=false", "system.logging.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small digits data set."""
+    folder = tmp_path_factory.mktemp("digits")
+    make_digits.make(folder, seed=1, num_train=200)
+    return folder
+
+
+def plan_of(digits: Path, exp_dir: Path, *overrides: str) -> ExperimentPlan:
+    """The plan of the default run in small."""
+    data = (f"data.train_path={digits}/train.jsonl", f"data.valid_path={digits}/valid.jsonl")
+    loaded = load("qwen35_mimo", None, [*SMALL, *data, f"experiment.exp_dir={exp_dir}", *overrides])
+    return checked_plan(loaded, torchrun_command)
+
+
+def train(plan: ExperimentPlan, stop_after: int | None = None) -> None:
+    """Trains on a rank of the pool; `stop_after` leaves after that many iterations, as a killed job would."""
+    state = build(plan, get_platform("cpu"))
+    try:
+        with Training(state, plan.exp_dir) as training:
+            if stop_after is None:
+                training.run()
+            else:
+                for step in range(stop_after):
+                    training._iterate(step)
+                    if step + 1 == plan.config.system.checkpoint.save_interval:
+                        training._save()
+        dist.barrier()
+    finally:
+        state.topology.destroy()
+
+
+def losses(exp_dir: Path) -> dict[int, tuple[float, float, float]]:
+    """(lm, mtp, grad norm) by iteration."""
+    lines = [line for line in read_metrics(exp_dir) if "lm_loss" in line]
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
+    return {line["iteration"]: (line["lm_loss"], line["mtp_1_loss"], line["grad_norm"]) for line in lines}
+
+
+def close(a: Any, b: Any, relative: float) -> None:
+    """Equal iterations with values within `relative`."""
+    assert a.keys() == b.keys()
+    for iteration, values in a.items():
+        assert values == pytest.approx(b[iteration], rel=relative), f"iteration {iteration}"
+
+
+def test_a_resumed_run_equals_an_unbroken_one(digits: Path, tmp_path: Path) -> None:
+    """Killed after iteration 5 with a checkpoint of iteration 3: iterations 4 and 5 are done again, none is lost."""
+    unbroken = plan_of(digits, tmp_path / "unbroken", "model.train_iters=8", "model.eval_interval=2")
+    run_ranks(4, train, unbroken, timeout=120)
+    broken = plan_of(digits, tmp_path / "broken", "model.train_iters=8", "system.checkpoint.save_interval=3")
+    run_ranks(4, train, broken, 5, timeout=120)
+    assert len(losses(tmp_path / "broken")) == 5
+    (tmp_path / "broken" / "checkpoints" / ".partial-iter_0000005").mkdir()  # half written: must not be taken
+    run_ranks(4, train, broken, timeout=120)
+    close(losses(tmp_path / "broken"), losses(tmp_path / "unbroken"), 1e-6)
+    names = sorted(path.name for path in (tmp_path / "broken" / "checkpoints").glob("iter_*"))
+    assert names == ["iter_0000006", "iter_0000008"]  # the newest two are kept
+
+
+def test_a_checkpoint_continues_at_another_layout(digits: Path, tmp_path: Path) -> None:
+    """Four iterations at TP2, then at TP1 and ViT TP2: the same as eight at TP2, up to rounding."""
+    whole = plan_of(digits, tmp_path / "whole", "model.train_iters=6")
+    run_ranks(4, train, whole, timeout=120)
+    first = plan_of(digits, tmp_path / "moved", "model.train_iters=3")
+    run_ranks(4, train, first, timeout=120)
+    layout = ("model.tensor_model_parallel_size=1", "model.vision_tensor_model_parallel_size=2")
+    second = plan_of(
+        digits, tmp_path / "moved", "model.train_iters=6", *layout, "model.micro_batch_size=2",
+        "model.vision_micro_batch_size=8",
+    )  # fmt: skip
+    run_ranks(4, train, second, timeout=120)
+    close(losses(tmp_path / "moved"), losses(tmp_path / "whole"), 2e-4)
+
+
+def test_unified_equals_colocated(digits: Path, tmp_path: Path) -> None:
+    """The same batches, losses and norms, up to rounding."""
+    colocated = plan_of(digits, tmp_path / "colocated", "model.train_iters=6")
+    unified = plan_of(digits, tmp_path / "unified", "model.train_iters=6", "model.use_mimo=false")
+    assert (colocated.layout, unified.layout) == ("colocated", "unified")
+    for plan in (colocated, unified):
+        run_ranks(4, train, plan, timeout=120)
+    close(losses(tmp_path / "unified"), losses(tmp_path / "colocated"), 1e-4)
+
+
+def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
+    """Metrics with every promised key, validation lines, plots."""
+    plan = plan_of(digits, tmp_path / "run", "model.train_iters=2", "model.eval_interval=1")
+    run_ranks(4, train, plan, timeout=120)
+    lines = read_metrics(tmp_path / "run")
+    promised = {
+        "iteration", "lm_loss", "mtp_1_loss", "grad_norm", "grad_norm_vision", "grad_norm_language", "learning_rate",
+        "iteration_time_s", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "num_tokens", "num_images",
+        "vision_load_max_over_mean", "skipped", "exchange_bytes", "data_wait_s",
+    }  # fmt: skip
+    assert promised <= lines[0].keys()
+    evaluations = [line for line in lines if "eval_lm_loss" in line]
+    assert {"iteration", "eval_lm_loss", "eval_mtp_1_loss", "eval_accuracy"} <= evaluations[0].keys()
+    assert [line["iteration"] for line in evaluations] == [1, 2]
+    assert evaluations[-1]["eval_samples"] == 297  # the final validation covers the whole split
+    for name in ("losses.png", "answers.png"):
+        assert (tmp_path / "run" / "plots" / name).read_bytes()[:4] == b"\x89PNG"
+    assert dataclasses.replace(plan) == plan

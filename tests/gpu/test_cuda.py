@@ -1,0 +1,102 @@
+"""The GPU's kernels against the CPU's, a graph against eager launches, and a macro batch without host waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flagscale.plan.plan import ExperimentPlan
+from flagscale.train.build import TrainState, build
+from flagscale.train.step import TrainStep
+from tests.dist.harness import loss_weights, macro_batches, make_plan
+from tests.gpu import reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the CPU path computes in fp32."""
+    target = tmp_path_factory.mktemp("reference") / "cpu.pt"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-m", "tests.gpu.reference", str(target)], cwd=root, check=True, timeout=300)
+    return torch.load(target)
+
+
+@pytest.fixture(scope="module")
+def platform() -> Iterator[Any]:
+    """This process on its GPU, a world of its own."""
+    yield reference.start("cuda")
+    dist.destroy_process_group()
+
+
+def plan(*, bf16: bool, cuda_graph: bool) -> ExperimentPlan:
+    """The reference's plan with these system keys."""
+    made = make_plan(1, **reference.KEYS)
+    system = dataclasses.replace(made.config.system, bf16=bf16, cuda_graph=cuda_graph)
+    return dataclasses.replace(made, config=dataclasses.replace(made.config, system=system))
+
+
+def state_of(platform: Any, expected: dict[str, Any], *, bf16: bool, cuda_graph: bool) -> TrainState:
+    """A training state with the reference's weights."""
+    state = build(plan(bf16=bf16, cuda_graph=cuda_graph), platform)
+    reference.load_weights(state, expected["weights"])
+    return state
+
+
+def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """|g - g_ref| / |g_ref| by parameter, without those whose gradients are next to nothing."""
+    total = torch.stack([g.norm() for g in wanted.values()]).norm()
+    return {
+        name: ((found[name] - g).norm() / g.norm()).item() for name, g in wanted.items() if g.norm() > 1e-3 * total
+    }
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_bf16_gradients_are_near_the_cpu(platform: Any, expected: dict[str, Any], cuda_graph: bool) -> None:
+    """bf16 keeps 8 bits: 1e-3 to 1e-2 a product, a few times that after the layers."""
+    state = state_of(platform, expected, bf16=True, cuda_graph=cuda_graph)
+    try:
+        sums, gradients = reference.step(state)
+        assert sums == pytest.approx(expected["sums"], rel=1e-2)
+        wrong = {name: error for name, error in errors(gradients, expected["gradients"]).items() if not error < 0.08}
+        assert not wrong, wrong
+    finally:
+        state.topology.destroy()
+
+
+def test_a_graph_equals_eager_launches(platform: Any, expected: dict[str, Any]) -> None:
+    """The same kernels in the same order, so that only atomics may differ."""
+    results = []
+    for cuda_graph in (False, True):
+        state = state_of(platform, expected, bf16=True, cuda_graph=cuda_graph)
+        results.append(reference.step(state))
+        state.topology.destroy()
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-4)
+    wrong = {name: error for name, error in errors(results[1][1], results[0][1]).items() if not error < 5e-3}
+    assert not wrong, wrong
+
+
+def test_a_macro_batch_does_not_wait_for_the_gpu(platform: Any, expected: dict[str, Any]) -> None:
+    """After the first iteration no call between reading a batch and the optimizer synchronises."""
+    state = state_of(platform, expected, bf16=True, cuda_graph=True)
+    try:
+        step, weights = TrainStep(state), loss_weights(state.plan, reference.SAMPLES)
+        step.run(macro_batches(state.plan, reference.SAMPLES, 0), weights)
+        batches = macro_batches(state.plan, reference.SAMPLES, 0, 1)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step.accumulate(batches, loss_weights(state.plan, reference.SAMPLES, 1))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    finally:
+        state.topology.destroy()
