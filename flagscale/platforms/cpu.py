@@ -34,6 +34,7 @@ def cpu_platform() -> Platform:
         backend="gloo",
         transformer_engine=False,
         delta_rule="torch",
+        peak_flops=None,
         description=f"cpu: gloo, torch {torch.__version__} kernels, {torch.get_num_threads()} thread(s) a rank",
         install=install_cpu_shim,
     )
@@ -56,6 +57,31 @@ def _disable_compilation() -> None:
         torch.compiler.set_stance("force_eager")
 
 
+class IdleStream:
+    """Stands in for a CUDA stream and for an event on it: on a CPU everything before has happened. All are equal."""
+
+    def __init__(self, device: Any = None, **kwargs: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdleStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, other: IdleStream) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: IdleStream) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: IdleStream | None = None) -> IdleStream:
+        """An event that has happened."""
+        return self
+
+
 def _redirect_torch_cuda() -> None:
     def get_rng_state(device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -66,12 +92,13 @@ def _redirect_torch_cuda() -> None:
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
-    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None, wait_event=lambda event: None)
     for module in (torch.cuda, torch.cuda.random):  # both bind the generator functions
         module.get_rng_state, module.set_rng_state, module.manual_seed = get_rng_state, set_rng_state, manual_seed
     torch.cuda.current_device = lambda: _CPU
-    torch.cuda.current_stream = lambda device=None: stream
+    torch.cuda.current_stream = IdleStream
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.Stream = IdleStream
+    torch.cuda.stream = lambda stream: nullcontext()
 
 
 def _redirect_tensors() -> None:
@@ -117,6 +144,7 @@ def _patch_megatron() -> None:
     import megatron.core.ssm.gated_delta_net.common as gdn_common
     import megatron.core.ssm.gated_delta_net.gdn as gdn
     import megatron.core.tensor_parallel.random as mcore_random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     # The setter goes through torch.cuda's lazy queue, which without a GPU never runs: after a fork of the tracker the
     # default generator would silently keep the forked state.
@@ -133,7 +161,14 @@ def _patch_megatron() -> None:
     gdn.causal_conv1d = torch_kernels.causal_conv1d
     gdn.chunk_gated_delta_rule = torch_kernels.chunk_gated_delta_rule
 
+    # The counts of tokens sent to experts are host numbers already; as tensors, all_to_all would refuse them.
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = CpuFusedAdam, False
     distrib_optimizer.Adam = CpuFusedAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
     distrib_optimizer.USING_TE_OPTIMIZER = False
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
