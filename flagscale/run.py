@@ -26,6 +26,8 @@ Train a vision-language model whose vision encoder and language model share rank
   action=test     a few iterations, thrown away
   action=explain key=model.seq_length          meaning of a key, and where it is set
 
+  -m section.key=a,b,c   one run after another for every combination of the values, and a table at the end
+
 Any key can be set as section.key=value, a group of alternatives as group=choice (such as model=qwen35_tiny).
 Relative paths start at the working folder here, and in YAML files at the project folder of the file."""
 
@@ -47,6 +49,8 @@ def _main(argv: list[str]) -> int:
     key, overrides = _taken(overrides, "key")
     key = arguments.help_key or key
     config_path = _config_folder(arguments.config_path)
+    if arguments.multirun:
+        return _sweep(arguments.config_name, config_path, overrides)
     loaded = load(arguments.config_name, config_path, overrides)
     action = "explain" if arguments.help_key else loaded.config.action
     if action == "explain":
@@ -54,13 +58,18 @@ def _main(argv: list[str]) -> int:
 
         sys.stdout.write(explain(key, loaded))
         return 0
+    if action == "auto_tune":
+        raise UserError(
+            "action=auto_tune: automatic tuning does not exist yet; compare settings with a sweep, such as "
+            "`-m model.vision_micro_batch_size=2,4,8`"
+        )
     if key is not None:
         raise UserError(f"command line 'key={key}': is for action=explain, but the action is {action}; leave one out")
     return _dispatch(loaded, action)
 
 
 def _dispatch(loaded: Loaded, action: str) -> int:
-    from flagscale.runner import attend, dispatch
+    from flagscale.runner import attend, dispatch, preview
 
     if action in ("stop", "query"):
         # Unchecked: a running job must stay within reach when its data or the layout in the YAML has changed since.
@@ -76,8 +85,34 @@ def _dispatch(loaded: Loaded, action: str) -> int:
     show_plan(plan, notes(loaded, plan))
     if action == "dryrun":
         save_run_files(plan)
+        sys.stdout.write(preview(plan))
         return 0
     return dispatch(plan, action)
+
+
+def _sweep(config_name: str, config_path: Path | None, overrides: list[str]) -> int:
+    """A run for each combination of the overrides' values; all are checked before the first one starts."""
+    from flagscale.config.layers import parse_overrides
+    from flagscale.config.loading import load
+    from flagscale.plan.build import checked_plan
+    from flagscale.runner import sweep
+    from flagscale.runner.progress import Console
+    from flagscale.runner.render import torchrun_command
+
+    variants = sweep.variants(parse_overrides(overrides, sweep=True))
+    folder, runs, errors = None, [], []
+    for variant in variants:
+        try:
+            loaded = load(config_name, config_path, list(variant.overrides))
+            folder = folder or Path(loaded.config.experiment.exp_dir)
+            runs.append(sweep.placed(loaded, folder / variant.name))
+            checked_plan(runs[-1], torchrun_command)
+        except UserError as error:
+            errors += [UserError(f"-m: {variant.name}: {single}") for single in getattr(error, "errors", (error,))]
+    if errors or folder is None:
+        raise UserErrors(errors)
+    names, action = [variant.name for variant in variants], runs[0].config.action
+    return sweep.run_all(names, lambda number: _dispatch(runs[number], action), folder, Console(sys.stdout))
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -87,6 +122,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config-name", "-cn", default=None, metavar="NAME", help="YAML file, without .yaml")
     parser.add_argument("--config-path", "-cp", default=None, metavar="FOLDER", help="folder of your own YAML files")
     parser.add_argument("--help-key", default=None, metavar="KEY", help="explain a key, as action=explain key=KEY does")
+    parser.add_argument("--multirun", "-m", action="store_true", help="a run for every combination of key=a,b,c")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the YAML files")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config_name is None:

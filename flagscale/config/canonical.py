@@ -13,6 +13,7 @@ from typing import Any
 
 from flagscale.config.errors import ConfigError, UserError, raise_all
 from flagscale.config.fields import find_home, is_section, nearest
+from flagscale.config.secrets import shown
 
 COMMAND_LINE = "command line"
 DELETED = object()
@@ -70,10 +71,10 @@ def unknown_key(path: tuple[str, ...], value: Any, source: str) -> ConfigError:
 
 def given_twice(first: Setting, second: Setting) -> ConfigError:
     """The error for one key with two values, naming both places."""
-    places = (
-        f"{first.written} = {first.value!r} ({first.source}) and {second.written} = {second.value!r} ({second.source})"
+    places = " and ".join(
+        f"{setting.written} = {shown(setting.home, setting.value)!r} ({setting.source})" for setting in (first, second)
     )
-    return ConfigError(first.home, second.value, f"is given twice: {places}", "keep one of them")
+    return ConfigError(first.home, shown(second.home, second.value), f"is given twice: {places}", "keep one of them")
 
 
 def _leaves(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -7,6 +7,7 @@ from flagscale.config.canonical import DELETED, unknown_key
 from flagscale.config.errors import UserError
 from flagscale.config.fields import FieldInfo, all_fields, find_home, is_section
 from flagscale.config.loading import Loaded
+from flagscale.config.secrets import shown
 
 
 def explain(key: str | None, loaded: Loaded) -> str:
@@ -40,12 +41,12 @@ def _one(info: FieldInfo, loaded: Loaded) -> str:
     if info.minimum is not None:
         lines.append(f"  minimum:  {info.minimum:g}")
     lines.append("  default:  " + ("none, must be given" if info.required else repr(info.default)))
-    lines.append(f"  value:    {value!r}")
+    lines.append(f"  value:    {shown(info.home, value)!r}")
     settings = loaded.history.get(info.home, [])
     for index, setting in enumerate(settings):
         role = "set by" if index == len(settings) - 1 else "overridden"
-        shown = "its default" if setting.value is DELETED else repr(setting.value)
-        lines.append(f"  {role + ':':<11} {shown}, {setting.origin}")
+        text = "its default" if setting.value is DELETED else repr(shown(setting.home, setting.value))
+        lines.append(f"  {role + ':':<11} {text}, {setting.origin}")
     if not settings:
         lines.append("  set by:     no file, it is the default")
     return "\n".join(lines) + "\n"

@@ -156,8 +156,11 @@ class Composer:
         return f"{file}{place}: is no valid YAML: {problem}; check indentation, colons and quotes there"
 
 
-def parse_overrides(lines: Sequence[str]) -> list[Override]:
+def parse_overrides(lines: Sequence[str], *, sweep: bool = False) -> list[Override]:
     """Command-line overrides in Hydra's grammar.
+
+    Args:
+        sweep: whether an override may give several values.
 
     Raises:
         UserError: for text that is no override.
@@ -172,9 +175,10 @@ def parse_overrides(lines: Sequence[str]) -> list[Override]:
                 f"command line {line!r}: is no override ({detail}); write section.key=value, and quote values with "
                 "special characters"
             ) from error
-        if override.is_sweep_override():
+        if override.is_sweep_override() and not sweep:
             raise UserError(
-                f"command line {line!r}: gives several values for one run; write a list as key=[a,b] or quote the text"
+                f"command line {line!r}: gives several values for one run; write a list as key=[a,b], quote the text, "
+                "or add -m for a run with each value"
             )
         parsed.append(override)
     return parsed

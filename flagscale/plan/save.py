@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from flagscale.config.errors import ConfigError
+from flagscale.config.secrets import without_secrets
 from flagscale.plan.plan import ExperimentPlan
 
 
@@ -18,13 +19,14 @@ def save_run_files(plan: ExperimentPlan) -> list[Path]:
     """
     from omegaconf import OmegaConf
 
+    config = without_secrets(plan.config)
     config_file, plan_file = plan.exp_dir / "config.yaml", plan.exp_dir / "plan.json"
     try:
         plan.exp_dir.mkdir(parents=True, exist_ok=True)
         temporary = config_file.with_name(f".config.yaml.{os.getpid()}")
-        temporary.write_text(OmegaConf.to_yaml(dataclasses.asdict(plan.config)), encoding="utf-8")
+        temporary.write_text(OmegaConf.to_yaml(dataclasses.asdict(config)), encoding="utf-8")
         temporary.replace(config_file)
-        plan.save(plan_file)
+        dataclasses.replace(plan, config=config).save(plan_file)
     except OSError as error:
         raise ConfigError(
             "experiment.exp_dir",

@@ -11,7 +11,7 @@ from pathlib import Path
 from flagscale.config.schema import Config
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.plan.save import save_run_files
-from flagscale.runner import background, control, local, remote, render, slurm
+from flagscale.runner import background, control, local, remote, render, sbatch, slurm
 from flagscale.runner.progress import Console
 from flagscale.runner.record import claim
 from flagscale.runner.scripts import local_script, write_private
@@ -33,6 +33,13 @@ def dispatch(plan: ExperimentPlan, action: str, cwd: Path | None = None) -> int:
     assert action in ("run", "test"), f"no job is started by action {action!r}"
     start = _run if action == "run" else _test
     return start(plan, (cwd or Path.cwd()).resolve(), Console(sys.stdout))
+
+
+def preview(plan: ExperimentPlan) -> str:
+    """What a run would hand to another program, for `action=dryrun`: Slurm's batch script, else nothing."""
+    if plan.config.experiment.runner.type != "slurm":
+        return ""
+    return sbatch.batch_script(plan.config, plan.exp_dir)
 
 
 def attend(config: Config, action: str) -> int:

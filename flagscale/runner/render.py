@@ -183,7 +183,7 @@ def quoted_lines(command: list[str]) -> str:
     for argument in command:
         quoted = shlex.quote(argument)
         previous = lines[-1] if lines else ""
-        if previous.startswith("-") and " " not in previous and not argument.startswith("-"):
+        if previous.startswith("-") and not set(" =") & set(previous) and not argument.startswith("-"):
             lines[-1] = f"{previous} {quoted}"
         else:
             lines.append(quoted)

@@ -19,7 +19,9 @@ from flagscale.train.evaluate import Evaluation, evaluate
 from flagscale.train.language import LossWeights
 from flagscale.train.metrics import Reporter, read_metrics
 from flagscale.train.mix_control import MixControl
+from flagscale.train.notice import LeaveNotice
 from flagscale.train.plots import Answered, plot_answers, plot_losses
+from flagscale.train.profile import IterationProfiler
 from flagscale.train.step import StepReport, TrainStep
 
 PICTURES = 24  # held-out images in plots/answers.png
@@ -43,6 +45,9 @@ class Training:
         newest = self._checkpoints.newest()
         if newest is not None:
             self._progress = self._checkpoints.load(state, newest)
+        experiment, device = self._config.experiment, state.platform.device
+        self._leave = LeaveNotice(exp_dir, device, watched=experiment.runner.type == "slurm")
+        self._profiler = IterationProfiler(experiment.profile, exp_dir / "profile", cuda=state.platform.is_cuda)
         rank, pin = state.topology.rank, state.platform.is_cuda
         self._data = DataPipeline(state.plan, "train", rank, pin=pin)
         if "data" in self._progress:
@@ -57,16 +62,24 @@ class Training:
             self._report_bad_samples()
 
     def run(self) -> None:
-        """Trains, validates and saves until `train_iters`, then writes the pictures."""
+        """Trains, validates and saves until `train_iters`, then writes the pictures; leaves earlier when asked to."""
         model, save_interval = self._config.model, self._config.system.checkpoint.save_interval
         first = self._progress["iteration"]
         for step in range(first, model.train_iters):
+            self._profiler.before(step + 1)
             self._iterate(step)
             done = self._progress["iteration"]
+            timeline = self._profiler.after(done)
+            if timeline is not None:
+                self._say(f"profile: {timeline}")
             if model.eval_interval and done % model.eval_interval == 0 and done < model.train_iters:
                 self._validate(model.eval_iters)
             if save_interval and done % save_interval == 0 and done < model.train_iters:
                 self._save()
+            if done < model.train_iters and self._leave.is_given():
+                self._save()
+                self._leave.answer()
+                return
         if first < model.train_iters:
             self._save()
         self._finish()

@@ -43,7 +43,8 @@ def read_trace(path: Path) -> list[Span]:
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: is no Chrome trace ({type(error).__name__}); experiment.profile writes one") from error
+        reason = type(error).__name__
+        raise UserError(f"{path}: is no Chrome trace ({reason}); write one with experiment.profile") from error
     phases = [event for event in events if str(event.get("name", "")).startswith(MARK) and "dur" in event]
     on_gpu = [event for event in phases if event.get("cat") == _ON_GPU]
     chosen = on_gpu or [event for event in phases if event.get("cat") == _ON_CPU]

@@ -1,4 +1,7 @@
-"""A Slurm cluster of two virtual nodes on this machine: munged, slurmctld and two slurmd, started by a test."""
+"""A Slurm cluster of two virtual nodes on this machine: munged, slurmctld and two slurmd, started by a test.
+
+A job that is requeued may start again after `cred_expire` seconds, which is two minutes by default.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=4
+AuthInfo=socket={folder}/munge/socket,cred_expire=6
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flagscale.runner import compare
 from tools import compare_runs
 
 
@@ -22,8 +23,8 @@ def write_run(folder: Path, losses: list[float], times: list[float], **more: flo
 def test_table(tmp_path: Path) -> None:
     first = write_run(tmp_path / "unified", [4.0, 2.0], [9.0, 2.0], tokens_per_s=1000.0, vision_load_max_over_mean=1.5)
     second = write_run(tmp_path / "colocated", [4.0, 2.5], [9.0, 1.0], tokens_per_s=2000.0, tflops_per_gpu=0.125)
-    runs = [compare_runs.read_run(path, path.name) for path in (first, second)]
-    assert compare_runs.table_rows(runs, skip=1) == [
+    runs = [compare.read_run(path, path.name) for path in (first, second)]
+    assert compare.table_rows(runs, skip=1) == [
         ("unified", "2", "2", "1,000", "-", "1.00x", "-", "-", "1.500"),
         ("colocated", "2", "1", "2,000", "0.125", "2.00x", "1.25e-01", "2.50e-01", "-"),
     ]
@@ -43,12 +44,12 @@ def test_resumed_run_counts_an_iteration_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [3.0], [1.0])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"iteration": 1, "lm_loss": 2.0, "iteration_time_s": 5.0}) + "\n")
-    assert compare_runs.read_run(folder, "run").values("lm_loss") == [2.0]
+    assert compare.read_run(folder, "run").values("lm_loss") == [2.0]
 
 
 def test_names_tell_runs_apart() -> None:
-    assert compare_runs.run_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
-    assert compare_runs.run_names([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
+    assert compare.run_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+    assert compare.run_names([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
 
 
 @pytest.mark.parametrize("content", [None, "", '{"iteration": 1, "eval_lm_loss": 1}\n'])

@@ -151,6 +151,7 @@ def check_requeued(run: Run, follower: subprocess.Popen[str], iterations: int) -
     assert [line["iteration"] for line in lines] == list(range(1, iterations + 1)), "none lost, none done twice"
 
 
+@pytest.mark.timeout(600)
 def test_job_trains_is_warned_requeued_and_resumes(run: Run, tmp_path: Path) -> None:
     """The signal that Slurm sends before the time limit, sent at once."""
     follower = start_demo(run, tmp_path, 30)
