@@ -28,7 +28,7 @@ def initialize(language: Grid, seed: int) -> ProcessGroupCollection:
         pipeline_model_parallel_size=language.pp,
         context_parallel_size=language.cp,
         expert_model_parallel_size=language.ep,
-        expert_tensor_parallel_size=1 if language.ep > 1 else None,
+        expert_tensor_parallel_size=1,  # experts are narrow: they are dealt to ranks, never split
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -33,7 +33,7 @@ def memory_plan(config: Config, modules: dict[str, Grid], batch: BatchPlan) -> M
 
 
 def _language_activations(config: Config, language: Grid, batch: BatchPlan) -> int:
-    """Saved tensors of a token in a layer: 10 of the hidden size, 3 of the MLP and 4 of the heads divided by TP."""
+    """Saved tensors of a token in a layer: 10 of the hidden size; 3 of the MLP and 4 of the heads divided by TP."""
     model, number = config.model, 2 if config.system.bf16 else 4
     tokens = batch.micro_batch_size * model.seq_length
     heads = max(

@@ -174,9 +174,12 @@ class TrainStep:
 
 
 def _graph_tokens(state: TrainState) -> int | None:
-    """Tokens of a microbatch that can be replayed as one CUDA graph: padded ones, which all have one shape."""
+    """Tokens of a microbatch that can be replayed as one CUDA graph: padded ones, which all have one shape.
+
+    With experts there is none: how many tokens each gets is read back from the device.
+    """
     config = state.plan.config
-    if not state.platform.is_cuda or not config.system.cuda_graph or config.data.packing != "none":
+    if config.model.num_experts or not state.platform.is_cuda or not config.system.cuda_graph or config.data.packing != "none":
         return None
     return config.model.seq_length * config.model.micro_batch_size
 

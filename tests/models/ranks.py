@@ -30,14 +30,16 @@ def built(
     """Both modules on this rank.
 
     Args:
-        layout: tp, pp of the language model, vtp of the vision encoder, bf16 (default fp32).
+        layout: tp, pp, ep (default 1) of the language model, vtp of the vision encoder, bf16 (default fp32).
         weights: by Hugging Face name; None leaves the initial ones.
     """
     platform = get_platform("cpu")
     platform.install()
     world = dist.get_world_size()
     grids = {
-        LANGUAGE: Grid(tp=layout["tp"], pp=layout["pp"], dp=world // layout["tp"] // layout["pp"]),
+        LANGUAGE: Grid(
+            tp=layout["tp"], pp=layout["pp"], dp=world // layout["tp"] // layout["pp"], ep=layout.get("ep", 1)
+        ),
         VISION: Grid(tp=layout["vtp"], dp=world // layout["vtp"]),
     }
     topology = Topology.build(grids, seed=1)
@@ -85,12 +87,21 @@ def full_step(
         for module in (language, vision):
             for param in tp_sum_params(module) if sum_over_tp else []:
                 dist.all_reduce(param.grad, group=module.tp_group)
+            _complete_expert_gradients(module, groups[LANGUAGE])
             gradients.update(gather_canonical(module, model, "grad"))
         logits = None
         if layout["pp"] == 1:
             with torch.no_grad():
                 logits = language(batch.input_ids_BS, batch.position_ids_3BS, None, visual, packed, _mask(batch))
         return {"rows": rows_VD.detach(), "logits": logits, "losses": losses, "gradients": gradients}
+
+
+def _complete_expert_gradients(module: torch.nn.Module, groups: Any) -> None:
+    """Sums what every rank of a stage has found for its copy of an expert; each data parallel replica ran the batch."""
+    for param in module.parameters():
+        if not getattr(param, "allreduce", True):
+            dist.all_reduce(param.grad, group=groups.expt_dp)
+            param.grad /= groups.dp.size()
 
 
 def visual_rows(rows_VD: Tensor, batch: Batch, tp_group: dist.ProcessGroup, sequence_parallel: bool) -> VisualRows:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flagscale.config.schema import ModelConfig
 from tests.dist.pool import run_ranks
 from tests.models.ranks import full_step
-from tests.models.tiny import Batch, Piece, Reference, make_batch, random_weights, tiny_model
+from tests.models.tiny import Batch, Piece, Reference, make_batch, random_weights, tiny_model, tiny_moe, unpack_experts
 
 KINDS: dict[str, list[list[Piece]]] = {
     "text": [[11], [7]],
@@ -33,10 +33,22 @@ LAYOUTS = [
 ]
 
 
+MOE_LAYOUTS = [
+    {"tp": 1, "pp": 1, "vtp": 1, "sp": False, "ep": 2},
+    {"tp": 2, "pp": 1, "vtp": 1, "sp": True, "ep": 1},
+    {"tp": 2, "pp": 1, "vtp": 2, "sp": True, "ep": 2},
+    {"tp": 1, "pp": 2, "vtp": 1, "sp": False, "ep": 2},
+    {"tp": 4, "pp": 1, "vtp": 1, "sp": True, "ep": 2},  # an expert on two ranks, more ranks than KV groups
+]
+
+
 @functools.cache
-def reference(kind: str, tied: bool, mtp: bool) -> tuple[ModelConfig, dict[str, Tensor], Batch, dict[str, Any]]:
+def reference(
+    kind: str, tied: bool, mtp: bool, moe: bool = False
+) -> tuple[ModelConfig, dict[str, Tensor], Batch, dict[str, Any]]:
     """The model, its weights, a batch, and what transformers makes of them."""
-    model = tiny_model(mtp_num_layers=int(mtp), untie_embeddings_and_output_weights=not tied)
+    make = tiny_moe if moe else tiny_model
+    model = make(mtp_num_layers=int(mtp), untie_embeddings_and_output_weights=not tied)
     weights = random_weights(model)
     batch = make_batch(model, KINDS[kind], left=kind == "left padding", multiple=4)
     hf = Reference(model, weights)
@@ -46,7 +58,7 @@ def reference(kind: str, tied: bool, mtp: bool) -> tuple[ModelConfig, dict[str, 
         loss = loss + (out["mtp"] * batch.mtp_mask_BS).sum()
     loss.backward()
     expected: dict[str, Any] = {key: None if value is None else value.detach() for key, value in out.items()}
-    expected["gradients"] = {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    expected["gradients"] = unpack_experts({name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
     return model, weights, batch, expected
 
 
@@ -62,7 +74,9 @@ def limit(name: str) -> float:
 
 def compare(results: list[dict[str, Any]], batch: Batch, expected: dict[str, Any], tp: int) -> None:
     """Everything that the ranks return against transformers."""
-    gradients: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {
+        name: value for result in results for name, value in result["gradients"].items() if ".experts." in name
+    }
     for rank, result in enumerate(results):
         if expected["rows"] is not None:
             assert (result["rows"] - expected["rows"]).abs().max() <= 1e-5
@@ -76,6 +90,8 @@ def compare(results: list[dict[str, Any]], batch: Batch, expected: dict[str, Any
                 assert ((mtp_BS - expected["mtp"]) * batch.mtp_mask_BS).abs().max() <= 1e-4
         if rank % tp == 0:
             for name, gradient in result["gradients"].items():
+                if ".experts." in name:
+                    continue  # complete on the rank that has the expert
                 # Stages return their own parts; both copies of a tied embedding count.
                 again = name in gradients and not name.startswith("model.visual.")
                 gradients[name] = gradients[name] + gradient if again else gradient
@@ -94,6 +110,29 @@ def test_every_layout_equals_transformers(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_batch_equals_transformers(kind: str) -> None:
     model, weights, batch, expected = reference(kind, tied=False, mtp=kind != "left padding")
+    compare(run_ranks(1, full_step, model, weights, batch, SINGLE, timeout=120.0), batch, expected, 1)
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS, ids=lambda x: "-".join(f"{key}{int(x[key])}" for key in x))
+def test_experts_at_every_layout_equal_transformers(layout: dict[str, Any]) -> None:
+    model, weights, batch, expected = reference("unequal images", tied=False, mtp=True, moe=True)
+    model = dataclasses.replace(model, sequence_parallel=layout["sp"])
+    world = max(layout["tp"], layout["ep"]) * layout["pp"]
+    results = run_ranks(world, full_step, model, weights, batch, layout, timeout=120.0)
+    replicas = world // layout["pp"] // layout["tp"]
+    for replica in range(replicas):  # each has run the whole batch
+        ranks = [rank for rank in range(world) if rank // layout["tp"] % replicas == replica]
+        experts = [{**result, "gradients": _experts_only(result)} for result in results]
+        compare([results[rank] for rank in ranks] + experts, batch, expected, layout["tp"])
+
+
+def _experts_only(result: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in result["gradients"].items() if ".experts." in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_batch_with_experts_equals_transformers(kind: str) -> None:
+    model, weights, batch, expected = reference(kind, tied=False, mtp=kind != "left padding", moe=True)
     compare(run_ranks(1, full_step, model, weights, batch, SINGLE, timeout=120.0), batch, expected, 1)
 
 

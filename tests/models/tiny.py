@@ -40,6 +40,21 @@ TINY: dict[str, Any] = {
 }
 
 
+TINY_MOE: dict[str, Any] = {
+    "ffn_hidden_size": 0,
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def tiny_moe(**changes: Any) -> ModelConfig:
+    """The small model with experts; without the balancing loss, which transformers defines over all layers at once."""
+    return tiny_model(**{**TINY_MOE, **changes})
+
+
 def tiny_model(**changes: Any) -> ModelConfig:
     """The small model's configuration."""
     return ModelConfig(**{**TINY, **changes})
@@ -47,51 +62,14 @@ def tiny_model(**changes: Any) -> ModelConfig:
 
 def hf_config(model: ModelConfig) -> Any:
     """The same model's transformers configuration."""
-    from transformers import Qwen3_5Config
+    from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
-    return Qwen3_5Config(
-        text_config={
-            "vocab_size": model.vocab_size,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.ffn_hidden_size,
-            "num_hidden_layers": model.num_layers,
-            "num_attention_heads": model.num_attention_heads,
-            "num_key_value_heads": model.num_query_groups,
-            "head_dim": model.kv_channels,
-            "rms_norm_eps": model.norm_epsilon,
-            "max_position_embeddings": model.max_position_embeddings,
-            "linear_conv_kernel_dim": model.linear_conv_kernel_dim,
-            "linear_key_head_dim": model.linear_key_head_dim,
-            "linear_value_head_dim": model.linear_value_head_dim,
-            "linear_num_key_heads": model.linear_num_key_heads,
-            "linear_num_value_heads": model.linear_num_value_heads,
-            "full_attention_interval": model.full_attention_interval,
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": model.rotary_base,
-                "partial_rotary_factor": model.rotary_percent,
-                "mrope_section": list(model.mrope_section),
-                "mrope_interleaved": True,
-            },
-        },
-        vision_config={
-            "depth": model.vision_num_layers,
-            "hidden_size": model.vision_hidden_size,
-            "intermediate_size": model.vision_ffn_hidden_size,
-            "num_heads": model.vision_num_attention_heads,
-            "patch_size": model.vision_patch_size,
-            "temporal_patch_size": model.vision_temporal_patch_size,
-            "spatial_merge_size": model.vision_spatial_merge_size,
-            "num_position_embeddings": model.vision_num_position_embeddings,
-            "out_hidden_size": model.hidden_size,
-        },
-        image_token_id=model.image_token_id,
-        video_token_id=model.video_token_id,
-        vision_start_token_id=model.vision_start_token_id,
-        vision_end_token_id=model.vision_end_token_id,
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-    )
+    from flagscale.models.qwen35.hf_config import hf_config_tree
+
+    tree = hf_config_tree(model)
+    config = (Qwen3_5MoeConfig if model.num_experts else Qwen3_5Config).from_dict(tree)
+    config._attn_implementation = config.text_config._attn_implementation = "sdpa"
+    return config
 
 
 class NextTokenPredictor(torch.nn.Module):
@@ -101,15 +79,17 @@ class NextTokenPredictor(torch.nn.Module):
     """
 
     def __init__(self, config: Any) -> None:
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
+        from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as moe
 
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
+        decoder_layer = moe.Qwen3_5MoeDecoderLayer if hasattr(config, "num_experts") else dense.Qwen3_5DecoderLayer
         self.fc = torch.nn.Linear(2 * width, width, bias=False)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
-            hf.Qwen3_5RMSNorm(width, eps) for _ in range(3)
+            dense.Qwen3_5RMSNorm(width, eps) for _ in range(3)
         )
-        self.layers = torch.nn.ModuleList([hf.Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
+        self.layers = torch.nn.ModuleList([decoder_layer(config, config.layer_types.index("full_attention"))])
 
     def forward(self, next_BSD: Tensor, hidden_BSD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[B, S, D] hidden states for the token after the next."""
@@ -117,21 +97,52 @@ class NextTokenPredictor(torch.nn.Module):
         return self.norm(self.layers[0](self.fc(joined), position_embeddings=rotary))
 
 
+def pack_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the experts of a layer as transformers holds them: one tensor for all."""
+    packed = {name: value for name, value in weights.items() if ".experts." not in name}
+    for first in [name for name in weights if name.endswith(".experts.0.gate_proj.weight")]:
+        layer = first.removesuffix("0.gate_proj.weight")
+        parts = {part: [] for part in ("gate_proj", "up_proj", "down_proj")}
+        while f"{layer}{len(parts['gate_proj'])}.gate_proj.weight" in weights:
+            number = len(parts["gate_proj"])
+            for part, values in parts.items():
+                values.append(weights[f"{layer}{number}.{part}.weight"])
+        gate, up, down = (torch.stack(values) for values in parts.values())
+        packed[layer + "gate_up_proj"], packed[layer + "down_proj"] = torch.cat((gate, up), 1), down
+    return packed
+
+
+def unpack_experts(packed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `pack_experts`."""
+    weights = {}
+    for name, value in packed.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for number, both in enumerate(value):
+                gate, up = both.chunk(2)
+                layer = name.removesuffix("gate_up_proj")
+                weights[f"{layer}{number}.gate_proj.weight"], weights[f"{layer}{number}.up_proj.weight"] = gate, up
+        elif name.endswith(".experts.down_proj"):
+            for number, down in enumerate(value):
+                weights[f"{name.removesuffix('down_proj')}{number}.down_proj.weight"] = down
+        else:
+            weights[name] = value
+    return weights
+
+
 class Reference(torch.nn.Module):
     """transformers' model, with the MTP layer beside it; parameters have their checkpoint names."""
 
     def __init__(self, model: ModelConfig, weights: dict[str, Tensor]) -> None:
-        from transformers import Qwen3_5ForConditionalGeneration
+        from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
         super().__init__()
         config = hf_config(model)
-        config._attn_implementation = "sdpa"
-        config.text_config._attn_implementation = "sdpa"
-        whole = Qwen3_5ForConditionalGeneration(config).float()
+        whole_model = Qwen3_5MoeForConditionalGeneration if model.num_experts else Qwen3_5ForConditionalGeneration
+        whole = whole_model(config).float()
         self.model, self.lm_head = whole.model, whole.lm_head
         if model.mtp_num_layers:
             self.mtp = NextTokenPredictor(config.text_config)
-        missing, unexpected = self.load_state_dict(weights, strict=False)
+        missing, unexpected = self.load_state_dict(pack_experts(weights), strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}, missing  # tied
 

@@ -1,7 +1,8 @@
 """The model's weights by their Hugging Face names: shapes, and how each is initialised.
 
 This is the canonical form: it does not depend on any parallel layout. `model.visual.*` belongs to the vision encoder,
-`model.language_model.*`, `lm_head.*` and `mtp.*` to the language model.
+`model.language_model.*`, `lm_head.*` and `mtp.*` to the language model. Experts have a tensor each, also where files
+store those of a layer as one (`hf_files`).
 """
 
 from __future__ import annotations
@@ -118,12 +119,23 @@ def _delta_net(layer: str, model: ModelConfig) -> Iterator[tuple[str, Canonical]
 
 
 def _mlp_and_norms(layer: str, model: ModelConfig) -> Iterator[tuple[str, Canonical]]:
-    width, ffn = model.hidden_size, model.ffn_hidden_size
+    width = model.hidden_size
     yield layer + "input_layernorm.weight", Canonical((width,), ZEROS)
     yield layer + "post_attention_layernorm.weight", Canonical((width,), ZEROS)
-    yield layer + "mlp.gate_proj.weight", Canonical((ffn, width))
-    yield layer + "mlp.up_proj.weight", Canonical((ffn, width))
-    yield layer + "mlp.down_proj.weight", Canonical((width, ffn))
+    if not model.num_experts:
+        yield from _gated_mlp(layer + "mlp.", width, model.ffn_hidden_size)
+        return
+    yield layer + "mlp.gate.weight", Canonical((model.num_experts, width))
+    for expert in range(model.num_experts):
+        yield from _gated_mlp(f"{layer}mlp.experts.{expert}.", width, model.moe_ffn_hidden_size)
+    yield from _gated_mlp(layer + "mlp.shared_expert.", width, model.moe_shared_expert_intermediate_size)
+    yield layer + "mlp.shared_expert_gate.weight", Canonical((1, width))
+
+
+def _gated_mlp(name: str, width: int, ffn: int) -> Iterator[tuple[str, Canonical]]:
+    yield name + "gate_proj.weight", Canonical((ffn, width))
+    yield name + "up_proj.weight", Canonical((ffn, width))
+    yield name + "down_proj.weight", Canonical((width, ffn))
 
 
 def _linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, Canonical]]:

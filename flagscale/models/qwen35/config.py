@@ -21,7 +21,8 @@ def language_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Pla
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size or model.moe_ffn_hidden_size,
+        **_experts(model, grid, platform),
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
@@ -55,6 +56,28 @@ def language_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Pla
         init_method_std=model.init_method_std,
         **_common(bf16, platform),
     )
+
+
+def _experts(model: ModelConfig, grid: Grid, platform: Platform) -> dict[str, Any]:
+    """Experts of every layer: the softmax over those chosen, which is transformers' normalised top-k, in fp32."""
+    if not model.num_experts:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+        "moe_router_dtype": "fp32",
+        # Of each sample apart: over the tokens of a microbatch the loss would depend on the layout. Upstream weighs it
+        # by the microbatch's tokens, for a trainer that divides all gradients by a step's tokens at the end; this one
+        # does not, so the division is here.
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff / (model.global_batch_size * model.seq_length),
+        "moe_grouped_gemm": platform.transformer_engine,
+        "expert_model_parallel_size": grid.ep,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def vision_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Platform) -> TransformerConfig:

@@ -58,9 +58,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         if fused is None:
             return super()._apply_gated_norm(x, gate)
         width = x.shape[-1]
-        return fused(
-            x.reshape(-1, width), gate.reshape(-1, width), self.out_norm.weight, None, eps=self.out_norm.eps
-        )
+        return fused(x.reshape(-1, width), gate.reshape(-1, width), self.out_norm.weight, None, eps=self.out_norm.eps)
 
     @jit_fuser
     def _compute_g_and_beta(

@@ -36,16 +36,18 @@ class ParameterMap:
     dim: int = 0
 
 
-def parameter_map(name: str, model: ModelConfig, layer_offset: int = 0) -> ParameterMap:
+def parameter_map(name: str, model: ModelConfig, layer_offset: int = 0, expert_offset: int = 0) -> ParameterMap:
     """The mapping of a parameter by its name in `VisionEncoder` or `LanguageModel`.
 
     Args:
         name: as in `named_parameters()`.
         layer_offset: decoder layers before this pipeline stage.
+        expert_offset: experts of a layer on lower expert parallel ranks.
 
     Raises:
         KeyError: a parameter that this model should not have; loading would leave it uninitialised.
     """
+    name = _with_global_expert(name, expert_offset)
     if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
         layer = int(match[1]) + layer_offset
         return _decoder_layer(f"{TEXT}layers.{layer}.", match[2], model, is_full_attention(model, layer))
@@ -54,6 +56,17 @@ def parameter_map(name: str, model: ModelConfig, layer_offset: int = 0) -> Param
     if match := re.fullmatch(r"blocks\.layers\.(\d+)\.(.*)", name):
         return _vision_block(f"{VISUAL}blocks.{match[1]}.", match[2], model)
     return _outside_layers(model)[name]
+
+
+def _with_global_expert(name: str, offset: int) -> str:
+    """`mlp.experts.N.linear_fc1.weight` with N counted over all ranks, whichever class of Megatron-Core holds experts."""
+    one_each = re.fullmatch(r"(.*\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.weight)", name)
+    grouped = re.fullmatch(r"(.*\.experts\.)(linear_fc[12]\.weight)(\d+)", name)
+    if one_each:
+        return f"{one_each[1]}{int(one_each[2]) + offset}.{one_each[3]}"
+    if grouped:
+        return f"{grouped[1]}{int(grouped[3]) + offset}.{grouped[2]}"
+    return name
 
 
 def _outside_layers(model: ModelConfig) -> dict[str, ParameterMap]:
@@ -81,16 +94,33 @@ def _outside_layers(model: ModelConfig) -> dict[str, ParameterMap]:
 
 
 def _decoder_layer(layer: str, name: str, model: ModelConfig, attention: bool) -> ParameterMap:
+    if match := re.fullmatch(r"mlp\.experts\.(\d+)\.linear_fc([12])\.weight", name):
+        assert int(match[1]) < model.num_experts, name
+        expert = f"{layer}mlp.experts.{match[1]}."
+        parts = ("gate_proj", "up_proj") if match[2] == "1" else ("down_proj",)
+        return ParameterMap(tuple(f"{expert}{part}.weight" for part in parts))
     maps = {
         "input_layernorm.weight": _whole(layer + "input_layernorm.weight"),
         "pre_mlp_layernorm.weight": _whole(layer + "post_attention_layernorm.weight"),
-        "mlp.linear_fc1.weight": ParameterMap(
-            (layer + "mlp.gate_proj.weight", layer + "mlp.up_proj.weight"), _sections([model.ffn_hidden_size] * 2)
-        ),
-        "mlp.linear_fc2.weight": _split(layer + "mlp.down_proj.weight", model.ffn_hidden_size, dim=1),
     }
+    if model.num_experts:
+        maps["mlp.router.weight"] = _whole(layer + "mlp.gate.weight")
+        maps["mlp.shared_experts.gate_weight"] = _whole(layer + "mlp.shared_expert_gate.weight")
+        shared = model.moe_shared_expert_intermediate_size
+        maps.update(_gated_mlp("mlp.shared_experts.", layer + "mlp.shared_expert.", shared))
+    else:
+        maps.update(_gated_mlp("mlp.", layer + "mlp.", model.ffn_hidden_size))
     maps.update(_attention(layer, model) if attention else _delta_net(layer, model))
     return maps[name]
+
+
+def _gated_mlp(name: str, hf: str, width: int) -> dict[str, ParameterMap]:
+    return {
+        name + "linear_fc1.weight": ParameterMap(
+            (hf + "gate_proj.weight", hf + "up_proj.weight"), _sections([width] * 2)
+        ),
+        name + "linear_fc2.weight": _split(hf + "down_proj.weight", width, dim=1),
+    }
 
 
 def _attention(layer: str, model: ModelConfig) -> dict[str, ParameterMap]:

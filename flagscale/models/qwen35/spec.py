@@ -3,7 +3,7 @@
 Parameter names are the same with and without Transformer Engine: norms stay modules of their own instead of being
 fused into the linear after them, so that checkpoints and the weight mapping do not depend on the platform.
 
-A mixture-of-experts model differs in `_mlp` only.
+A mixture-of-experts model differs in `_language_mlp` only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -40,22 +43,27 @@ from flagscale.models.qwen35.norm import LayerNorm, PlainRMSNorm, RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Classes of the linears and norms of a platform."""
+    """Classes of the linears, norms and experts of a platform."""
 
     column: Any
     row: Any
     rms_norm: Any
     layer_norm: Any
     swiglu: Any
+    experts: Any
 
 
 def parts(transformer_engine: bool) -> Parts:
     """Transformer Engine's classes, or Megatron-Core's linears with this project's norms."""
     if not transformer_engine:
-        return Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, None)
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        experts = partial(SequentialMLP, submodules=linears)
+        return Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, None, experts)
     from megatron.core.extensions import transformer_engine as te
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    return Parts(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, te.TENorm, te.TEActivationOp)
+    experts = TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm=True)
+    return Parts(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, te.TENorm, te.TEActivationOp, experts)
 
 
 class NextTokenLayer(MultiTokenPredictionLayer):
@@ -83,7 +91,9 @@ def language_block(config: TransformerConfig, pp_rank: int) -> TransformerBlockS
     first = get_transformer_layer_offset(config, None, pp_rank)
     numbers = range(first, first + get_num_layers_to_build(config, None, pp_rank))
     full = [(number + 1) % config.linear_attention_freq == 0 for number in numbers]
-    layers = [_language_layer(use, _gated_attention(use) if attention else _delta_net(use)) for attention in full]
+    layers = [
+        _language_layer(use, config, _gated_attention(use) if attention else _delta_net(use)) for attention in full
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=use.rms_norm)
 
 
@@ -97,7 +107,7 @@ def mtp_block(config: TransformerConfig) -> ModuleSpec:
             hnorm=use.rms_norm,
             layer_norm=use.rms_norm,
             eh_proj=use.column,
-            mtp_model_layer=_language_layer(use, _gated_attention(use)),
+            mtp_model_layer=_language_layer(use, config, _gated_attention(use)),
         ),
     )
     return ModuleSpec(
@@ -118,8 +128,17 @@ def vision_block(config: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers)
 
 
-def _language_layer(use: Parts, attention: ModuleSpec) -> ModuleSpec:
-    return _layer(attention, use.rms_norm, _mlp(use))
+def _language_layer(use: Parts, config: TransformerConfig, attention: ModuleSpec) -> ModuleSpec:
+    return _layer(attention, use.rms_norm, _language_mlp(use, config))
+
+
+def _language_mlp(use: Parts, config: TransformerConfig) -> Any:
+    """The dense MLP; or routed experts, and beside them a shared one behind a sigmoid gate."""
+    if not config.num_moe_experts:
+        return _mlp(use)
+    shared = MLPSubmodules(linear_fc1=use.column, linear_fc2=use.row, activation_func=use.swiglu)
+    submodules = MoESubmodules(experts=use.experts, shared_experts=partial(SharedExpertMLP, submodules=shared))
+    return partial(MoELayer, submodules=submodules)
 
 
 def _layer(attention: ModuleSpec, norm: Any, mlp: Any) -> ModuleSpec:

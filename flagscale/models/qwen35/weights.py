@@ -1,4 +1,4 @@
-"""Weights in and out of both modules by their Hugging Face names, at any tensor and pipeline parallel size."""
+"""Weights in and out of both modules by their Hugging Face names, at any tensor, pipeline and expert parallel size."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def init_weights(module: torch.nn.Module, model: ModelConfig, seed: int) -> None
 def gather_canonical(module: torch.nn.Module, model: ModelConfig, what: str = "param") -> dict[str, Tensor]:
     """Whole tensors of this module's parameters or gradients, by their Hugging Face names.
 
-    Collective in the module's tensor parallel group. A pipeline stage returns what it holds; with tied embeddings the
-    first and the last stage both return the embedding.
+    Collective in the module's tensor parallel group. A pipeline stage returns what it holds, an expert parallel rank
+    its own experts; with tied embeddings the first and the last stage both return the embedding.
 
     Args:
         what: `param`, or `grad` for `main_grad` where there is one, else `grad`. Gradients of replicated parameters
@@ -92,11 +92,12 @@ def canonical_names(module: torch.nn.Module, model: ModelConfig) -> dict[torch.n
 
 def _mapped(module: torch.nn.Module, model: ModelConfig) -> Iterator[tuple[str, torch.nn.Parameter, ParameterMap]]:
     inner = unwrap(module)
-    offset = 0
+    layers, experts = 0, 0
     if isinstance(inner, LanguageModel):
-        offset = get_transformer_layer_offset(inner.config, None, inner.pp_group.rank())
+        layers = get_transformer_layer_offset(inner.config, None, inner.pp_group.rank())
+        experts = inner.pg_collection.ep.rank() * model.num_experts // inner.pg_collection.ep.size()
     for name, param in inner.named_parameters():
-        yield name, param, parameter_map(name, model, offset)
+        yield name, param, parameter_map(name, model, layers, experts)
 
 
 def _tp(module: torch.nn.Module) -> tuple[int, int]:
@@ -123,11 +124,12 @@ def _select(tensors: list[Tensor], mapping: ParameterMap, rank: int, size: int) 
 def _scatter(parts: list[Tensor], mapping: ParameterMap, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The inverse of `_select` over all ranks."""
     if mapping.index is None:
-        return {mapping.names[0]: parts[0].reshape(shapes[mapping.names[0]]).clone()}
-    index = torch.cat([mapping.index(rank, len(parts)) for rank in range(len(parts))]).to(parts[0].device)
+        whole = parts[0].clone() if len(mapping.names) > 1 else parts[0].reshape(shapes[mapping.names[0]]).clone()
+    else:
+        index = torch.cat([mapping.index(rank, len(parts)) for rank in range(len(parts))]).to(parts[0].device)
+        joined = torch.cat(parts, mapping.dim)
+        whole = torch.empty_like(joined).index_copy_(mapping.dim, index, joined)
     sizes = [shapes[name][mapping.dim] for name in mapping.names]
-    joined = torch.cat(parts, mapping.dim)
-    whole = torch.empty_like(joined).index_copy_(mapping.dim, index, joined)
     pieces = whole.split(sizes, mapping.dim)
     return {name: piece.reshape(shapes[name]) for name, piece in zip(mapping.names, pieces, strict=True)}
 
