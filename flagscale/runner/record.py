@@ -11,8 +11,9 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from flagscale.config.errors import UserError
+from flagscale.config.errors import ConfigError, UserError
 from flagscale.runner import processes
 
 RECORD = "run.json"
@@ -87,18 +88,31 @@ def claim(exp_dir: Path) -> Iterator[None]:
 
     Raises:
         UserError: when a job runs there already.
+        ConfigError: when the folder cannot be written.
     """
     record = load_record(exp_dir)
     if record is not None and record.is_alive:
         raise _taken(exp_dir, f"process {record.launcher_pid}")
-    exp_dir.mkdir(parents=True, exist_ok=True)
-    with (exp_dir / LOCK).open("a") as lock:
+    with _opened_lock(exp_dir) as lock:
         try:
             # The kernel drops the lock when the launcher ends, so a stale file never blocks a run.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _taken(exp_dir, "another launcher") from None
         yield
+
+
+def _opened_lock(exp_dir: Path) -> TextIO:
+    try:
+        exp_dir.mkdir(parents=True, exist_ok=True)
+        return (exp_dir / LOCK).open("a")
+    except OSError as error:
+        raise ConfigError(
+            "experiment.exp_dir",
+            str(exp_dir),
+            f"cannot be written ({error.strerror or error})",
+            "choose a folder that you can write",
+        ) from error
 
 
 def _taken(exp_dir: Path, holder: str) -> UserError:
