@@ -6,13 +6,16 @@
   `micro_batch_size` rows of a microbatch lie one after the other in one row [1, T]. How many microbatches that takes
   depends on the lengths.
 
-With `language_balance` the replicas of a macro batch share its samples (or rows) by cost instead of by order.
+With `language_balance` the replicas of a macro batch share its samples (rows, with `length_budget`) by cost instead of
+by order; with `in_batch` a microbatch then has as many samples as that takes, within the tokens it may have anyway.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 from flagscale.plan.batch import macro_batches
 from flagscale.plan.plan import ExperimentPlan
@@ -37,21 +40,21 @@ def arrange(
         length: tokens of a sample.
         cost: work of the language model on a sample, a whole number.
     """
-    data, size, replicas = plan.config.data, plan.batch.micro_batch_size, plan.language.dp
+    data, seq_length = plan.config.data, plan.config.model.seq_length
+    size, replicas = plan.batch.micro_batch_size, plan.language.dp
     if data.packing == LENGTH_BUDGET:
-        bins = fill_bins(batch, length, plan.config.model.seq_length)
+        bins = fill_bins(batch, length, seq_length)
         num_microbatches = max(1, -(-len(bins) // (size * replicas)))
         sizes = macro_batches(num_microbatches, plan.batch.vit_batch_factor)
     else:
         bins, sizes = [(sample,) for sample in batch], plan.batch.macro_batches
+    costs, room = bin_costs(data.packing, length, cost, seq_length), size * seq_length
     found, first = [], 0
     for count in sizes:
         own = bins[first : first + count * size * replicas]
         first += len(own)
-        if data.language_balance and data.packing != NONE:
-            found.append(_balanced(own, count, replicas, size, lambda one: sum(map(cost, one))))
-        else:
-            found.append(_in_order(own, count, replicas, size))
+        even = _balanced(own, (count, replicas), room, costs) if data.language_balance and costs is not None else None
+        found.append(even or _in_order(own, count, replicas, size))
     assert first == len(bins), f"{len(bins)} bins do not fit into macro batches of {sizes} microbatches"
     return found
 
@@ -79,6 +82,24 @@ def fill_bins(batch: Sequence[int], length: Callable[[int], int], capacity: int)
     return [tuple(batch[i] for i in sorted(members)) for members in bins]
 
 
+@dataclass(frozen=True, slots=True)
+class BinCosts:
+    """Work of a bin, and the room it takes in a microbatch, in tokens."""
+
+    cost: Callable[[Bin], int]
+    size: Callable[[Bin], int]
+
+
+def bin_costs(
+    packing: str, length: Callable[[int], int], cost: Callable[[int], int], seq_length: int
+) -> BinCosts | None:
+    """What bins cost; None where every row is padded to the same length."""
+    if packing == NONE:
+        return None
+    whole = packing == LENGTH_BUDGET  # a row takes its full length, however much of it is filled
+    return BinCosts(lambda one: sum(map(cost, one)), lambda one: seq_length if whole else sum(map(length, one)))
+
+
 def _in_order(bins: Sequence[Bin], count: int, replicas: int, size: int) -> Arrangement:
     """Bins as they come: position p goes to microbatch p // (replicas * size), then replica, then slot."""
     return tuple(
@@ -87,40 +108,64 @@ def _in_order(bins: Sequence[Bin], count: int, replicas: int, size: int) -> Arra
     )
 
 
-def _balanced(
-    bins: Sequence[Bin], count: int, replicas: int, size: int, cost: Callable[[Bin], int]
-) -> Arrangement:
-    """Bins spread over the replicas by cost, then those of a replica over its microbatches."""
-    shares = spread([cost(one) for one in bins], replicas, count * size)
+def _balanced(bins: Sequence[Bin], grid: tuple[int, int], room: int, costs: BinCosts) -> Arrangement | None:
+    """Bins spread over the replicas by cost, then those of a replica over its microbatches.
+
+    Args:
+        grid: (microbatches, replicas).
+        room: tokens of a microbatch's row at most.
+
+    Returns:
+        None when the bins are so full that no such arrangement was found.
+    """
+    count, replicas = grid
+    values, sizes = [costs.cost(one) for one in bins], [costs.size(one) for one in bins]
+    shares = spread(values, sizes, replicas, count * room)
     chosen: list[list[tuple[Bin, ...]]] = []
-    for share in shares:
-        parts = spread([cost(bins[i]) for i in share], count, size)
+    for share in shares or ():
+        parts = spread([values[i] for i in share], [sizes[i] for i in share], count, room)
+        if parts is None:
+            return None
         chosen.append([tuple(bins[share[i]] for i in part) for part in parts])
+    if shares is None:
+        return None
     return tuple(tuple(chosen[d][m] for d in range(replicas)) for m in range(count))
 
 
-def spread(costs: Sequence[int], num_groups: int, room: int) -> list[list[int]]:
-    """Indexes in groups of at most `room` members with costs as even as found: costliest first to the cheapest group
-    with room, then exchanges of single members between the costliest group and another while that helps."""
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    loads = [0] * num_groups
+def spread(costs: Sequence[int], sizes: Sequence[int], num_groups: int, room: int) -> list[list[int]] | None:
+    """Indexes in groups of at most `room` size each, with costs as even as found.
+
+    Costliest first to the cheapest group with room; then single members of the costliest group are moved, or exchanged
+    with one of another group, while that lowers the larger of the two costs. None when a member finds no room.
+    """
+    groups: list[set[int]] = [set() for _ in range(num_groups)]
+    loads, left = [0] * num_groups, [room] * num_groups
+
+    def place(i: int, group: int, sign: int = 1) -> None:
+        (groups[group].add if sign > 0 else groups[group].remove)(i)
+        loads[group] += sign * costs[i]
+        left[group] -= sign * sizes[i]
+
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        group = min((g for g in range(num_groups) if len(groups[g]) < room), key=lambda g: (loads[g], g))
-        groups[group].append(i)
-        loads[group] += costs[i]
+        fitting = [g for g in range(num_groups) if sizes[i] <= left[g]]
+        if not fitting:
+            return None
+        place(i, min(fitting, key=lambda g: (loads[g], g)))
     for _ in range(8 * num_groups):
         high = max(range(num_groups), key=lambda g: (loads[g], -g))
         best, best_load = None, loads[high]
         for low in range(num_groups):
-            for give in groups[high]:
-                for take in groups[low] if low != high else ():
-                    larger = max(loads[high] - costs[give] + costs[take], loads[low] + costs[give] - costs[take])
-                    if larger < best_load:
-                        best, best_load = (give, take, low), larger
+            takes = [None, *sorted(groups[low])] if low != high else []
+            for give, take in product(sorted(groups[high]), takes):
+                cost, size = (0, 0) if take is None else (costs[take], sizes[take])
+                larger = max(loads[high] - costs[give] + cost, loads[low] + costs[give] - cost)
+                if larger < best_load and -left[high] <= sizes[give] - size <= left[low]:
+                    best, best_load = (give, take, low), larger
         if best is None:
             break
         give, take, low = best
-        groups[high][groups[high].index(give)], groups[low][groups[low].index(take)] = take, give
-        loads[high] += costs[take] - costs[give]
-        loads[low] += costs[give] - costs[take]
+        for i, source, target in ((give, high, low), (take, low, high)):
+            if i is not None:
+                place(i, source, -1)
+                place(i, target)
     return [sorted(group) for group in groups]

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from flagscale.data.index import SampleIndex
 from flagscale.data.corpus import open_source
+from flagscale.data.index import SampleIndex
 from flagscale.data.records import Record, parse_record
 from tests.data.helpers import make_config
 from tools.data import make_digits
