@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+START = 300  # seconds for all ranks of a pool to import what they need, on a machine that is busy otherwise
+
 
 class RankFailure(AssertionError):
     """A rank raised; the message holds its traceback."""
@@ -84,9 +86,9 @@ class Pool:
             self.workers.append((process, ours))
             fresh.append(ours)
         for connection in fresh:
-            if not connection.poll(120):
+            if not connection.poll(START):
                 self.end()
-                raise RankTimeout("ranks did not start within 120 s")
+                raise RankTimeout(f"ranks did not start within {START} s")
             connection.recv()
 
     def _run(
