@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.schema import CmdsConfig, Config, ExperimentConfig, RunnerConfig, SystemConfig, TaskConfig
-from flagscale.runner import render
+from flagscale.config.schema import (
+    CmdsConfig,
+    Config,
+    ExperimentConfig,
+    RunnerConfig,
+    SlurmConfig,
+    SystemConfig,
+    TaskConfig,
+)
+from flagscale.runner import render, sbatch
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "runner"
 AWKWARD = {
@@ -78,6 +86,16 @@ def surroundings(configuration: Config) -> render.Script:
 )
 def test_launch_script_is_as_recorded(name: str, configuration: Config) -> None:
     assert script(configuration) == (GOLDEN / f"{name}.sh").read_text()
+
+
+def test_slurm_scripts_are_as_recorded() -> None:
+    slurm = SlurmConfig(partition="gpu", time_limit=90, gpus_per_node=8, cpus_per_task=64, options=["--exclusive"])
+    configuration = config({"TOKEN": "a b"}, type="slurm", nnodes=2, nproc_per_node=8, slurm=slurm, max_restarts=1)
+    exp_dir = Path("/runs/it's a 100% $run")
+    assert sbatch.batch_script(configuration, exp_dir) == (GOLDEN / "slurm.sbatch").read_text()
+    script = replace(surroundings(configuration), setup=sbatch.node_setup(configuration, exp_dir))
+    command = render.torchrun_command(configuration, exp_dir, python="/venv/bin/python")
+    assert render.launch_script(command, script) == (GOLDEN / "slurm.sh").read_text()
 
 
 def test_wrapped_script_is_the_same_arguments() -> None:

@@ -36,8 +36,10 @@ def command(tmp_path: Path) -> list[str]:
     ]
 
 
-def start(command: list[str], *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(command: list[str], *arguments: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -77,6 +79,46 @@ def test_rank_that_raises(command: list[str], tmp_path: Path) -> None:
         ["bash", str(exp_dir / "launch.sh")], capture_output=True, text=True, timeout=60, check=False
     )
     assert answer.returncode == 1, "the script starts the same job by hand"
+
+
+def test_rank_that_raises_once_is_started_again(command: list[str]) -> None:
+    code, output = finish(start(command, "+experiment.envs.TINY_MODE=raise_once", "experiment.runner.max_restarts=1"))
+    assert code == 0, output
+
+
+COMMANDS = (
+    'experiment.cmds.before_start="export WHERE=here && echo $WHERE > before"',
+    "experiment.cmds.after_stop='date > after'",
+)
+
+
+def test_commands_around_a_job(command: list[str], tmp_path: Path) -> None:
+    """They run in the working folder; what before_start exports reaches the ranks; a failure keeps its exit code."""
+    code, output = finish(start(command, *COMMANDS, "+experiment.envs.TINY_MODE=raise", cwd=tmp_path))
+    assert code == 1, output
+    assert (tmp_path / "before").read_text() == "here\n"
+    assert (tmp_path / "after").exists()
+    assert "WHERE here" in (tmp_path / "a run/logs/rank0.out").read_text()
+
+
+def test_command_that_fails_before_the_job(command: list[str], tmp_path: Path) -> None:
+    code, output = finish(start(command, "experiment.cmds.before_start='(exit 7) && true'"))
+    assert code == 7
+    assert "before_start failed with exit code 7" in output
+    assert not (tmp_path / "a run/rank0.pid").exists()
+
+
+def test_interrupt_ends_a_job_with_commands(command: list[str], tmp_path: Path) -> None:
+    process = start(command, *COMMANDS, "+experiment.envs.TINY_MODE=wait", cwd=tmp_path)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "a run/metrics.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    assert (tmp_path / "after").exists()
 
 
 def test_interrupt_reaches_ranks_in_their_own_sessions(command: list[str], tmp_path: Path) -> None:

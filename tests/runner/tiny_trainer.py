@@ -2,7 +2,7 @@
 
 Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM), `wait`, or `wait_if_4` (in a world of 4);
 WHERE is printed.
-Each rank writes its process id to exp_dir/rank<r>.pid.
+`raise_once` raises on rank 1 before the first restart. Each rank writes its process id to exp_dir/rank<r>.pid.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ if rank == 0:
     with (plan_path.parent / "metrics.jsonl").open("a") as metrics:
         for iteration in range(1, plan["config"]["model"]["train_iters"] + 1):
             metrics.write(json.dumps({"iteration": iteration, "lm_loss": 1.0, "iteration_time_s": 0.01}) + "\n")
+if mode == "raise_once":
+    mode = "raise" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
 if mode == "raise" and rank == 1:
     raise ValueError("the loss is nan")
 if mode in ("raise", "hang", "wait"):
