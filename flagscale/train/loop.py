@@ -22,6 +22,7 @@ from flagscale.train.mix_control import MixControl
 from flagscale.train.notice import LeaveNotice
 from flagscale.train.plots import Answered, plot_answers, plot_losses
 from flagscale.train.profile import IterationProfiler
+from flagscale.train.shared import require_shared
 from flagscale.train.step import StepReport, TrainStep
 
 PICTURES = 24  # held-out images in plots/answers.png
@@ -42,6 +43,8 @@ class Training:
         self._step = TrainStep(state)
         self._checkpoints = Checkpoints(exp_dir / "checkpoints", self._config.system.checkpoint.keep)
         self._progress = {"iteration": 0, "skipped": 0}
+        if self._config.experiment.runner.nnodes > 1:
+            require_shared(exp_dir / "checkpoints")
         newest = self._checkpoints.newest()
         if newest is not None:
             self._progress = self._checkpoints.load(state, newest)
