@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -83,6 +84,7 @@ def _installer(device: torch.device, fla: bool) -> Callable[[], None]:
         # (torch 2.11, triton 3.8); what they would fuse comes from kernel libraries instead.
         torch.compiler.set_stance("force_eager")
         _prefer_cudnn_attention()
+        _keep_generators()
         if not fla:
             import megatron.core.ssm.gated_delta_net.common as gdn_common
             import megatron.core.ssm.gated_delta_net.gdn as gdn
@@ -102,6 +104,17 @@ def _prefer_cudnn_attention() -> None:
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     torch._C._set_sdp_priority_order([int(backend) for backend in order])
     torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def _keep_generators() -> None:
+    """Makes a fork of Megatron-Core's random number tracker leave the generator alone.
+
+    It forks around dropout, and this model has none; but setting a generator's state is refused while a CUDA graph is
+    captured. Initial weights come from generators of their own.
+    """
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
 
 
 def _installed(package: str) -> str | None:

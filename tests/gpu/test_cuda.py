@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,13 +63,16 @@ def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> d
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_bf16_gradients_are_near_the_cpu(platform: Any, expected: dict[str, Any], cuda_graph: bool) -> None:
-    """bf16 keeps 8 bits: 1e-3 to 1e-2 a product, a few times that after the layers."""
+    """bf16 keeps 8 bits: 1e-3 to 1e-2 a product, a few times that after the layers, most in vectors that sum over all
+    tokens (0.080 seen in a bias). A wrong kernel is off by 1."""
     state = state_of(platform, expected, bf16=True, cuda_graph=cuda_graph)
     try:
         sums, gradients = reference.step(state)
         assert sums == pytest.approx(expected["sums"], rel=1e-2)
-        wrong = {name: error for name, error in errors(gradients, expected["gradients"]).items() if not error < 0.08}
+        found = errors(gradients, expected["gradients"])
+        wrong = {name: error for name, error in found.items() if not error < 0.15}
         assert not wrong, wrong
+        assert statistics.median(found.values()) < 0.03
     finally:
         state.topology.destroy()
 
