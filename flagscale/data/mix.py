@@ -89,17 +89,17 @@ class MixSampler:
             "step": step,
             "cursors": dict(zip(self.names, state.cursors, strict=True)),
             "owed": dict(zip(self.names, state.owed, strict=True)),
-            "weights": dict(zip(self.names, current, strict=True)) if len(self._changes) > 1 else None,
+            "weights": dict(zip(self.names, current, strict=True)) if current != self.weights else None,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. A source that was not there starts at its beginning."""
+        """Go on where `state_dict` was taken. A source that was not there starts at its beginning; weights are those of
+        the configuration unless they had been changed while running."""
         step = int(saved["step"])
         cursors = tuple(int(saved["cursors"].get(name, 0)) for name in self.names)
         owed = tuple(float(saved["owed"].get(name, 0.0)) for name in self.names)
         self._first, self._states, self._changes = step, {step: MixState(cursors, owed)}, [(0, self.weights)]
         if saved["weights"] is not None:
-            self._changes.append((0, self.weights))
             self.change(step, {name: points for name, points in saved["weights"].items() if name in self.names})
 
     def _seed_of(self, name: str) -> int:

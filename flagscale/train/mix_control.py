@@ -87,7 +87,7 @@ class MixControl:
         try:
             tree = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"is not valid YAML ({error})") from None
+            raise ValueError(f"is not valid YAML ({getattr(error, 'problem', error)})") from None
         if not isinstance(tree, dict) or not tree:
             raise ValueError("is no mapping of sources to weights")
         unknown = sorted(str(name) for name in tree if name not in self._names)

@@ -37,13 +37,15 @@ TINY_MODEL = {
 assert TINY_MODEL["vocab_size"] >= BUILTIN_VOCAB_SIZE
 
 
-def make_config(train: Path, *, valid: Path | None = None, model: dict[str, Any] | None = None, **data: Any) -> Config:
+def make_config(
+    train: Path | None, *, valid: Path | None = None, model: dict[str, Any] | None = None, **data: Any
+) -> Config:
     """A configuration whose data is `train`; `model` and `data` override single keys."""
     return build_config(
         {
             "model": {**TINY_MODEL, **(model or {})},
             "data": {
-                "train_path": str(train),
+                "train_path": None if train is None else str(train),
                 "valid_path": None if valid is None else str(valid),
                 "min_pixels": 4096,
                 "max_pixels": 25600,
