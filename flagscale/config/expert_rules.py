@@ -41,14 +41,14 @@ def mlp_is_dense_or_experts(config: Config) -> Iterator[ConfigError]:
 
 
 def token_goes_to_existing_experts(config: Config) -> Iterator[ConfigError]:
-    """There are as many experts as a token goes to."""
+    """There are as many experts as a token goes to; with one, normalised weights would not train the router."""
     model = config.model
-    if model.num_experts and model.moe_router_topk > model.num_experts:
+    if model.num_experts and model.moe_router_topk and not 2 <= model.moe_router_topk <= model.num_experts:
         yield ConfigError(
             "model.moe_router_topk",
             model.moe_router_topk,
-            f"must be at most num_experts {model.num_experts}",
-            f"use 1 to {model.num_experts}",
+            f"must be at least 2 and at most num_experts {model.num_experts}",
+            f"use 2 to {model.num_experts}",
         )
 
 

@@ -141,6 +141,9 @@ class CheckpointConfig:
         None, "iterations between checkpoints; null saves at the end only", unit="iterations", minimum=1
     )
     keep: int = key(2, "newest checkpoints kept; older ones are removed", minimum=1)
+    pretrained: str | None = key(
+        None, "weights to start from: a Hugging Face folder, or a checkpoint (an iter_ folder); null: random", path=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

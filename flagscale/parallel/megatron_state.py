@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 from flagscale.plan.layout import Grid
 
@@ -36,5 +37,6 @@ def initialize(language: Grid, seed: int) -> ProcessGroupCollection:
 
 
 def destroy() -> None:
-    """Forgets the layout; the process groups themselves end with torch.distributed."""
+    """Forgets the layout and what routers recorded; the process groups themselves end with torch.distributed."""
     parallel_state.destroy_model_parallel()
+    destroy_moe_metrics_tracker()

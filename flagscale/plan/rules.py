@@ -16,6 +16,7 @@ from flagscale.plan.batch import grids_of, layout_of, vit_batch_ratio, world_siz
 from flagscale.plan.devices import visible_gpus
 from flagscale.plan.images import CHAT_TOKENS, largest_image_tokens, largest_max_pixels
 from flagscale.plan.layout import LANGUAGE, VISION, Grid
+from flagscale.plan.pretrained import pretrained_weights_fit
 from flagscale.plan.previous import architecture_differences
 
 DegreeRule = Callable[[Config], Iterator[ConfigError]]
@@ -217,6 +218,7 @@ DEGREE_RULES: tuple[DegreeRule, ...] = (
     images_fit_the_sequence,
     processes_have_gpus,
     exp_dir_holds_this_model,
+    pretrained_weights_fit,
 )
 GRID_RULES: tuple[GridRule, ...] = (global_batch_is_whole, vit_batch_factor_is_whole)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,7 +16,9 @@ from flagscale.parallel.groups import Topology
 from flagscale.plan.layout import LANGUAGE, VISION
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.platforms import Platform
+from flagscale.train.checkpoint import Checkpoints
 from flagscale.train.optimizer import JointOptimizer, build_optimizer, build_scheduler
+from flagscale.train.pretrained import load_pretrained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,9 @@ def build(plan: ExperimentPlan, platform: Platform) -> TrainState:
     topology = Topology.build(plan.modules, config.model.seed)
     try:
         raw = _build_modules(plan, platform, topology)
+        keys = config.system.checkpoint
+        if keys.pretrained is not None and Checkpoints(plan.exp_dir / "checkpoints", keys.keep).newest() is None:
+            load_pretrained(raw, topology.groups, config.model, Path(keys.pretrained))
         names = trainable_modules(config.model)
         wrapped = {name: _wrap(module, topology, name) for name, module in raw.items() if name in names}
         optimizer = build_optimizer(config, wrapped, topology.groups, names)

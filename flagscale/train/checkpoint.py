@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from flagscale.config.errors import UserError
-from flagscale.train.build import TrainState
+
+if TYPE_CHECKING:
+    from flagscale.train.build import TrainState
 
 _NAME = re.compile(r"iter_(\d{7})")
 

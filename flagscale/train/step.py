@@ -179,7 +179,8 @@ def _graph_tokens(state: TrainState) -> int | None:
     With experts there is none: how many tokens each gets is read back from the device.
     """
     config = state.plan.config
-    if config.model.num_experts or not state.platform.is_cuda or not config.system.cuda_graph or config.data.packing != "none":
+    wanted = state.platform.is_cuda and config.system.cuda_graph
+    if not wanted or config.model.num_experts or config.data.packing != "none":
         return None
     return config.model.seq_length * config.model.micro_batch_size
 

@@ -186,7 +186,7 @@ def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     for name, module in state.wrapped.items():
-        for buffer in module.buffers:
+        for buffer in (*module.buffers, *module.expert_parallel_buffers):
             for bucket in buffer.buckets:
                 group = buffer.data_parallel_group
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()

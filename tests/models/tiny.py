@@ -64,7 +64,7 @@ def hf_config(model: ModelConfig) -> Any:
     """The same model's transformers configuration."""
     from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
-    from flagscale.models.qwen35.hf_config import hf_config_tree
+    from flagscale.plan.hf_config import hf_config_tree
 
     tree = hf_config_tree(model)
     config = (Qwen3_5MoeConfig if model.num_experts else Qwen3_5Config).from_dict(tree)

@@ -69,6 +69,7 @@ MISTAKES = [
     ({"ffn_hidden_size": 64}, "ffn_hidden_size", "no effect with num_experts 8"),
     ({"moe_ffn_hidden_size": 0}, "moe_ffn_hidden_size", "at least 1 with num_experts 8"),
     ({"moe_router_topk": 9}, "moe_router_topk", "at most num_experts 8"),
+    ({"moe_router_topk": 1}, "moe_router_topk", "at least 2"),
     ({"num_experts": 0}, "ffn_hidden_size", "at least 1 in a model without experts"),
     ({"num_experts": 0}, "moe_router_topk", "no effect with num_experts 0"),
     ({"tensor_model_parallel_size": 2, "sequence_parallel": False}, "sequence_parallel", "must be true"),

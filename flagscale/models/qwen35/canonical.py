@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flagscale.config.errors import UserError
 from flagscale.config.schema import ModelConfig
 from flagscale.plan.layout import LANGUAGE, VISION
 
@@ -24,6 +25,7 @@ ONES = "ones"
 DECAY = "decay"  # log of a uniform number between 0.01 and 16, transformers' start of A_log
 
 CHANNELS = 3
+SHOWN = 5  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,26 @@ def canonical_tensors(model: ModelConfig, module: str | None = None) -> dict[str
 def canonical_shapes(model: ModelConfig, module: str | None = None) -> dict[str, tuple[int, ...]]:
     """Shapes of `canonical_tensors`."""
     return {name: tensor.shape for name, tensor in canonical_tensors(model, module).items()}
+
+
+def check_names(where: str, found: set[str], expected: set[str]) -> None:
+    """Every tensor of the model is there and nothing else.
+
+    Raises:
+        UserError: names what is missing and what is unexpected.
+    """
+    missing, unexpected = sorted(expected - found), sorted(found - expected)
+    if not missing and not unexpected:
+        return
+    parts = [
+        f"{what} {len(names)} ({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''})"
+        for what, names in (("lacks", missing), ("has unexpected", unexpected))
+        if names
+    ]
+    remedy = "take the model config that belongs to these weights"
+    if missing and all(name.startswith("mtp.") for name in missing):
+        remedy = "transformers drops these when it saves; take the released weights, or set model.mtp_num_layers to 0"
+    raise UserError(f"{where}: {' and '.join(parts)} of {len(expected)} tensors; {remedy}")
 
 
 def is_full_attention(model: ModelConfig, layer: int) -> bool:

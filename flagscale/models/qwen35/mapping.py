@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flagscale.config.schema import ModelConfig
 from flagscale.models.qwen35.canonical import EMBEDDING, TEXT, VISUAL, is_full_attention
+from flagscale.plan.layout import VISION
 
 Rows = Callable[[int, int], Tensor]  # (tensor parallel rank, size) -> index
 
@@ -54,12 +55,40 @@ def parameter_map(name: str, model: ModelConfig, layer_offset: int = 0, expert_o
     if match := re.fullmatch(r"mtp\.layers\.(\d+)\.mtp_model_layer\.(.*)", name):
         return _decoder_layer(f"mtp.layers.{match[1]}.", match[2], model, attention=True)
     if match := re.fullmatch(r"blocks\.layers\.(\d+)\.(.*)", name):
-        return _vision_block(f"{VISUAL}blocks.{match[1]}.", match[2], model)
+        return _vision_block(f"{VISUAL}blocks.{match[1]}.", model)[match[2]]
     return _outside_layers(model)[name]
 
 
+def parameter_names(model: ModelConfig, module: str) -> list[str]:
+    """Names of all parameters of a module on a single rank, without building it: in the order of its layers.
+
+    A tied output layer has no parameter of its own. Experts are those of `SequentialMLP`.
+    """
+    if module == VISION:
+        blocks = [f"blocks.layers.{n}." for n in range(model.vision_num_layers)]
+        names = [block + name for block in blocks for name in _vision_block("", model)]
+        return ["patch_embed.weight", "patch_embed.bias", "position_table", *names, *_merger(model)]
+    names = ["embedding.word_embeddings.weight"]
+    for n in range(model.num_layers):
+        names += [f"decoder.layers.{n}.{name}" for name in _layer_names(model, is_full_attention(model, n))]
+    names.append("decoder.final_layernorm.weight")
+    for n in range(model.mtp_num_layers):
+        layer = f"mtp.layers.{n}."
+        names += [layer + name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")]
+        names += [f"{layer}mtp_model_layer.{name}" for name in _layer_names(model, attention=True)]
+        names.append(layer + "final_layernorm.weight")
+    if model.untie_embeddings_and_output_weights:
+        names.append("output_layer.weight")
+    return names
+
+
+def _layer_names(model: ModelConfig, attention: bool) -> list[str]:
+    experts = [f"mlp.experts.local_experts.{n}.linear_fc{m}.weight" for m in (1, 2) for n in range(model.num_experts)]
+    return [*_layer_maps("", model, attention), *experts]
+
+
 def _with_global_expert(name: str, offset: int) -> str:
-    """`mlp.experts.N.linear_fc1.weight` with N counted over all ranks, whichever class of Megatron-Core holds experts."""
+    """`mlp.experts.N.linear_fc1.weight`, N counted over all ranks, whichever class of Megatron-Core holds experts."""
     one_each = re.fullmatch(r"(.*\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.weight)", name)
     grouped = re.fullmatch(r"(.*\.experts\.)(linear_fc[12]\.weight)(\d+)", name)
     if one_each:
@@ -70,7 +99,6 @@ def _with_global_expert(name: str, offset: int) -> str:
 
 
 def _outside_layers(model: ModelConfig) -> dict[str, ParameterMap]:
-    merged = model.vision_hidden_size * model.vision_spatial_merge_size**2
     return {
         "embedding.word_embeddings.weight": _split(EMBEDDING, model.vocab_size),
         "output_layer.weight": _split(
@@ -84,6 +112,13 @@ def _outside_layers(model: ModelConfig) -> dict[str, ParameterMap]:
         "patch_embed.weight": _whole(VISUAL + "patch_embed.proj.weight"),
         "patch_embed.bias": _whole(VISUAL + "patch_embed.proj.bias"),
         "position_table": _whole(VISUAL + "pos_embed.weight"),
+        **_merger(model),
+    }
+
+
+def _merger(model: ModelConfig) -> dict[str, ParameterMap]:
+    merged = model.vision_hidden_size * model.vision_spatial_merge_size**2
+    return {
         "merger.norm.weight": _whole(VISUAL + "merger.norm.weight"),
         "merger.norm.bias": _whole(VISUAL + "merger.norm.bias"),
         "merger.linear_fc1.weight": _split(VISUAL + "merger.linear_fc1.weight", merged),
@@ -99,6 +134,11 @@ def _decoder_layer(layer: str, name: str, model: ModelConfig, attention: bool) -
         expert = f"{layer}mlp.experts.{match[1]}."
         parts = ("gate_proj", "up_proj") if match[2] == "1" else ("down_proj",)
         return ParameterMap(tuple(f"{expert}{part}.weight" for part in parts))
+    return _layer_maps(layer, model, attention)[name]
+
+
+def _layer_maps(layer: str, model: ModelConfig, attention: bool) -> dict[str, ParameterMap]:
+    """All parameters of a decoder layer but its routed experts."""
     maps = {
         "input_layernorm.weight": _whole(layer + "input_layernorm.weight"),
         "pre_mlp_layernorm.weight": _whole(layer + "post_attention_layernorm.weight"),
@@ -111,7 +151,7 @@ def _decoder_layer(layer: str, name: str, model: ModelConfig, attention: bool) -
     else:
         maps.update(_gated_mlp("mlp.", layer + "mlp.", model.ffn_hidden_size))
     maps.update(_attention(layer, model) if attention else _delta_net(layer, model))
-    return maps[name]
+    return maps
 
 
 def _gated_mlp(name: str, hf: str, width: int) -> dict[str, ParameterMap]:
@@ -154,7 +194,7 @@ def _delta_net(layer: str, model: ModelConfig) -> dict[str, ParameterMap]:
     }
 
 
-def _vision_block(block: str, name: str, model: ModelConfig) -> ParameterMap:
+def _vision_block(block: str, model: ModelConfig) -> dict[str, ParameterMap]:
     width, ffn = model.vision_hidden_size, model.vision_ffn_hidden_size
     qkv = _interleaved_qkv(model.vision_num_attention_heads, width)
     return {
@@ -170,7 +210,7 @@ def _vision_block(block: str, name: str, model: ModelConfig) -> ParameterMap:
         "mlp.linear_fc1.bias": _split(block + "mlp.linear_fc1.bias", ffn),
         "mlp.linear_fc2.weight": _split(block + "mlp.linear_fc2.weight", ffn, dim=1),
         "mlp.linear_fc2.bias": _whole(block + "mlp.linear_fc2.bias"),
-    }[name]
+    }
 
 
 def _whole(name: str) -> ParameterMap:

@@ -1,0 +1,175 @@
+"""Checkpoints of the trainer written and read in one process, a parameter at a time.
+
+The trainer saves with Megatron-Core's `dist_checkpointing`, whose files are torch.distributed.checkpoint's. Saving
+there wants every tensor of the model in memory; here a plan that lists what will be written is made first, and the
+tensors are fetched while the file is written.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from flagscale.config.schema import ModelConfig
+from flagscale.models.qwen35.stored import Stored, stored_parameters
+
+COMMON = "common_state/shard_0_1"  # what Megatron-Core calls the state that is no tensor
+
+
+def write_checkpoint(
+    folder: Path,
+    model: ModelConfig,
+    get: Callable[[str], Tensor],
+    dtype_of: Callable[[str], torch.dtype],
+    done: Callable[[int], None],
+) -> None:
+    """Writes the weights of a model as a checkpoint that any layout loads.
+
+    Args:
+        folder: exists and is empty.
+        get: Hugging Face name -> tensor; asked while the file is written, for one parameter at a time.
+        dtype_of: dtype of what `get` will return.
+        done: told the bytes of each parameter.
+    """
+    planner = _StreamingPlanner(list(stored_parameters(model)), get, dtype_of, done)
+    # Neither a second thread nor copying ahead: both would fetch tensors before they are written.
+    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
+    dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    strategy = TorchDistSaveShardedStrategy()
+    save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint folder, read a few at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+        self._entries: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        return self._tensor(key).properties.dtype
+
+    def read(self, keys: tuple[str, ...]) -> list[Tensor]:
+        """Whole tensors."""
+        state = {key: torch.empty(self._tensor(key).size, dtype=self.dtype(key)) for key in keys}
+        dcp.load(state, storage_reader=self._reader, no_dist=True)
+        return [state[key] for key in keys]
+
+    def parameters(self, model: ModelConfig) -> Iterator[tuple[Stored, list[Tensor]]]:
+        """Every parameter with the rows of its keys; a tensor that several parameters share is read once."""
+        groups: dict[tuple[str, ...], list[Stored]] = {}
+        for stored in stored_parameters(model):
+            groups.setdefault(stored.keys, []).append(stored)
+        for keys, group in groups.items():
+            tensors = self.read(keys)
+            for stored in group:
+                number = None if stored.slot is None else stored.slot[0]
+                yield stored, tensors if number is None else [tensor[number] for tensor in tensors]
+
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        entry = self._entries[key]
+        assert isinstance(entry, TensorStorageMetadata), key
+        return entry
+
+
+class _Reader(FileSystemReader):
+    """Reads the table of contents once; it grows with the number of parameters."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._contents: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._contents is None:
+            self._contents = super().read_metadata(*args, **kwargs)
+        return self._contents
+
+
+class _StreamingPlanner(SavePlanner):
+    """A plan of everything that will be written, and the tensors when their turn comes."""
+
+    def __init__(
+        self,
+        parameters: list[Stored],
+        get: Callable[[str], Tensor],
+        dtype_of: Callable[[str], torch.dtype],
+        done: Callable[[int], None],
+    ) -> None:
+        self._get, self._dtype_of, self._done = get, dtype_of, done
+        self._sources: dict[MetadataIndex, tuple[Stored, int]] = {}
+        self._parameters = parameters
+        self._current: tuple[Stored | None, list[Tensor]] = (None, [])
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing depends on the state dict, which is empty."""
+
+    def create_local_plan(self) -> SavePlan:
+        """A write for each key of each parameter, and one for the state that is no tensor."""
+        items = [WriteItem(index=MetadataIndex(COMMON), type=WriteItemType.BYTE_IO)]
+        for stored in self._parameters:
+            dtype = self._dtype_of(stored.mapping.names[0])
+            for part, (key, rows) in enumerate(zip(stored.keys, stored.rows, strict=True)):
+                size, offset = (rows, *stored.shape[1:]), (0,) * len(stored.shape)
+                whole = size
+                if stored.slot is not None:
+                    size, offset, whole = (1, *size), (stored.slot[0], *offset), (stored.slot[1], *size)
+                item = _write_item(key, whole, offset, size, dtype)
+                self._sources[item.index] = (stored, part)
+                items.append(item)
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The only rank's plan, and the table of contents."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As planned."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The data of an item, fetched now."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save({}, stream)
+            return stream
+        index = write_item.index
+        stored, part = self._sources[MetadataIndex(index.fqn, index.offset)]
+        if self._current[0] is not stored:
+            parts = stored.from_canonical(self._get)
+            self._current = stored, parts
+            self._done(sum(tensor.nbytes for tensor in parts))
+        tensor = self._current[1][part].contiguous()
+        return tensor if stored.slot is None else tensor.unsqueeze(0)
+
+
+def _write_item(
+    key: str, whole: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
+) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(key, torch.Size(offset)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size)),
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(whole),
+        ),
+    )
