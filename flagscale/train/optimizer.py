@@ -71,33 +71,42 @@ class JointOptimizer:
         """
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
-        squares = [self._local_square(name, local_sums.device) for name in (VISION, LANGUAGE)]
-        total = torch.cat([torch.stack(squares), local_sums])
+        vision, language = (self._local_squares(name, local_sums.device) for name in (VISION, LANGUAGE))
+        total = torch.cat([torch.stack([vision[0], language[0], vision[1] + language[1]]), local_sums])
         dist.all_reduce(total)
-        vision_square, language_square, *sums = total.tolist()
+        vision_square, language_square, uncounted_square, *sums = total.tolist()
         norm = math.sqrt(vision_square + language_square) if vision_square + language_square >= 0 else math.nan
         norms = {VISION: math.sqrt(max(vision_square, 0.0)), LANGUAGE: math.sqrt(max(language_square, 0.0))}
-        skipped = not math.isfinite(norm)
+        skipped = not math.isfinite(norm + uncounted_square)
         if not skipped:
             for optimizer in self.optimizers.values():
                 self._clip(optimizer, norm)
                 optimizer.step_with_ready_grads()
         return StepOutcome(skipped=skipped, grad_norm=norm, grad_norms=norms, sums=sums)
 
-    def _local_square(self, name: str, device: torch.device) -> torch.Tensor:
-        """Squared norm of the gradient shards of one module that this rank owns."""
-        square = torch.zeros((), dtype=torch.float32, device=device)
-        if name in self.optimizers:
-            for part in self.optimizers[name].chained_optimizers:
-                gradients = [gradient for gradient in part.get_grads_for_grad_norm() if gradient.numel()]
-                if gradients:
-                    square += torch.stack(torch._foreach_norm(gradients)).square().sum()
-        return square
+    def _local_squares(self, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms of the gradient shards of one module on this rank: those it counts, and those its twins count.
+
+        The latter are not part of the norm, but a value that is not finite among them must stop the step as well.
+        """
+        counted, uncounted = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
+        for part in self.optimizers[name].chained_optimizers if name in self.optimizers else ():
+            own = [gradient for gradient in part.get_grads_for_grad_norm() if gradient.numel()]
+            places = {gradient.data_ptr() for gradient in own}
+            gradients = [p.grad for p in part.get_parameters() if p.grad is not None and p.grad.numel()]
+            counted += _square(own)
+            uncounted += _square([gradient for gradient in gradients if gradient.data_ptr() not in places])
+        return counted, uncounted
 
     def _clip(self, optimizer: MegatronOptimizer, norm: float) -> None:
         parameters = optimizer.get_parameters()
         if self._clip_grad > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=norm)
+
+
+def _square(gradients: list[torch.Tensor]) -> torch.Tensor | float:
+    """Squared norm of several tensors together."""
+    return torch.stack(torch._foreach_norm(gradients)).square().sum() if gradients else 0.0
 
 
 def build_optimizer(

@@ -8,6 +8,7 @@ overruns its time ends all ranks; the next case starts fresh ones.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -18,7 +19,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-START = 300  # seconds for all ranks of a pool to import what they need, on a machine that is busy otherwise
+# Seconds, on a machine that is busy otherwise: for all ranks to import what they need, and for a case.
+START, LIMIT = 300, 180.0
 
 
 class RankFailure(AssertionError):
@@ -29,7 +31,7 @@ class RankTimeout(AssertionError):
     """Not every rank answered in time."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
     """Runs `fn(*args)` on ranks 0 .. world_size-1 with torch.distributed initialised, and returns their results.
 
     Args:
@@ -55,7 +57,7 @@ class Pool:
 
     @contextmanager
     def session(self, size: int) -> Iterator[Callable[..., list[Any]]]:
-        """`run(fn, *args, timeout=60.0)` as `run_ranks`, with one default process group for all calls of the session.
+        """`run(fn, *args, timeout=LIMIT)` as `run_ranks`, with one default process group for all calls of the session.
 
         What `fn` keeps in a module's globals (a built model, say) is there in the next call.
         """
@@ -63,7 +65,7 @@ class Pool:
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             store = os.path.join(folder, "store")
 
-            def run(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+            def run(fn: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
                 return self._run(size, store, fn, args, timeout)
 
             try:
@@ -72,7 +74,7 @@ class Pool:
                 self.end()  # what the session left in the ranks would disturb the next one
                 raise
             if self.workers:
-                self._run(size, store, None, (), 60.0)
+                self._run(size, store, None, (), LIMIT)
 
     def ensure(self, size: int) -> None:
         """Starts what is missing and waits until all have imported torch and Megatron-Core."""
@@ -156,6 +158,7 @@ def _serve(connection: Connection) -> None:
             dist.barrier()
             if fn is None:
                 dist.destroy_process_group()
+                gc.collect()  # models and groups hold each other; the threads of a group end with it
             connection.send((True, value))
         except BaseException:  # whatever a case raises belongs to the test
             connection.send((False, traceback.format_exc()))
