@@ -37,6 +37,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def mostly_long(always: list[str], long: list[str]) -> list[Any]:
+    """Parameters of a test: those that CI runs, and those that only `make test-long` runs."""
+    return [*always, *(pytest.param(name, marks=pytest.mark.long) for name in long)]
+
+
 def batch_keys(world: int, keys: dict[str, Any], factor: int) -> dict[str, Any]:
     """Batch keys that give this vit_batch_factor: 6 microbatches (4 at world 6) of 4 samples over the replicas."""
     language_dp = world // (keys.get("tensor_model_parallel_size", 1) * keys.get("pipeline_model_parallel_size", 1))
@@ -124,7 +129,9 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("name", ["vit_dp4-llm_tp2dp2", "vit_dp4-llm_tp2pp2-sp", "vit_tp2dp2-llm_tp2dp2"])
+@pytest.mark.parametrize(
+    "name", mostly_long(["vit_dp4-llm_tp2pp2-sp"], ["vit_dp4-llm_tp2dp2", "vit_tp2dp2-llm_tp2dp2"])
+)
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_frozen_parts(name: str, frozen: str) -> None:
     """The other parts' gradients are unchanged, with microbatches of text alone among the others."""
