@@ -163,7 +163,7 @@ def _row(source: Source, reader: MediaReader, locator: Locator) -> Row | BadSamp
         record = source.store.record(locator, with_media=True)
         record_id = record.id
         shapes = [reader.shape(media) for media in record.media]
-        if skip:
+        if skip and source.policy.decode:
             for media in record.media:
                 reader.verify(media)
         sample = source.encode(record, shapes)

@@ -38,11 +38,13 @@ class Policy:
         on_bad_sample: `raise` or `skip`. To skip, every medium is decoded once when the index is built, so that all
             ranks know the same samples; to raise, headers are enough.
         on_too_long: `raise`, `skip` or `truncate_text`; over `seq_length` tokens.
+        decode: whether to decode every medium when bad samples are skipped.
     """
 
     on_bad_sample: str = RAISE
     on_too_long: str = RAISE
     seq_length: int = 0
+    decode: bool = True
 
     @classmethod
     def of(cls, config: Config) -> Policy:
@@ -55,7 +57,8 @@ class Policy:
     @property
     def key(self) -> tuple[object, ...]:
         """What of it decides on the content of an index."""
-        return (self.on_bad_sample, *((self.on_too_long, self.seq_length) if self.on_too_long != RAISE else ()))
+        length = (self.on_too_long, self.seq_length) if self.on_too_long != RAISE else ()
+        return (self.on_bad_sample, self.decode, *length)
 
 
 class Source:

@@ -34,7 +34,7 @@ def plan_for(folder: Path, vision: Grid, language: Grid, macro_batches: tuple[in
 
 
 def follow(plan: ExperimentPlan, exp_dir: Path, first: int, last: int, saved: Any) -> tuple[Seen, Any, list[str]]:
-    """Steps first .. last - 1 as the training loop takes them; what was seen, the state at SAVED, and the lines said."""
+    """Steps first .. last - 1 as the loop takes them: what was seen, the state at SAVED, the lines said."""
     data = DataPipeline(plan, "train", dist.get_rank())
     seen, lines, state = [], [], saved
     try:

@@ -10,12 +10,16 @@ or 3. They are written in ShareGPT form, every fourth in OpenAI form.
 
 from __future__ import annotations
 
+import sys
+
+if not __package__:  # run as a file: its folder comes first, and the inspect.py there would hide the standard one
+    sys.path[0] = __file__.rsplit("/", 3)[0]
+
 import argparse
 import hashlib
 import json
 import random
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
