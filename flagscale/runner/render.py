@@ -105,9 +105,6 @@ def environment(config: Config, *, cores: int, host: str | None = None) -> dict[
     if runner.type == "local" and runner.master_addr in ("127.0.0.1", "localhost"):
         # Gloo otherwise resolves the host's name, which fails in containers and on laptops that change networks.
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    if runner.max_restarts:
-        # torchrun 2.14 keeps one store over restarts: ranks find the addresses of dead ones and cannot connect.
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     own = config.experiment.node_envs.get(host, {}) if host is not None else {}
     variables |= {str(name): _environment_text(value) for name, value in {**config.experiment.envs, **own}.items()}
     return variables

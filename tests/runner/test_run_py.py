@@ -109,7 +109,8 @@ def test_command_that_fails_before_the_job(command: list[str], tmp_path: Path) -
 
 
 def test_interrupt_ends_a_job_with_commands(command: list[str], tmp_path: Path) -> None:
-    process = start(command, *COMMANDS, "+experiment.envs.TINY_MODE=wait", cwd=tmp_path)
+    patient = [text for text in command if "stop_grace" not in text] + ["experiment.runner.stop_grace=60"]
+    process = start(patient, *COMMANDS, "+experiment.envs.TINY_MODE=wait", cwd=tmp_path)
     deadline = time.monotonic() + 90
     while not (tmp_path / "a run/metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()[0]

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from flagscale.config.errors import UserError
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.platforms import get_platform
-from flagscale.train.build import build
+from flagscale.platforms.light import light_imports
 from flagscale.train.failure import report_user_error
-from flagscale.train.loop import Training
+from flagscale.train.rendezvous import rendezvous
+
+with light_imports():
+    from flagscale.train.build import build
+    from flagscale.train.loop import Training
 
 
 def main() -> int:
@@ -25,7 +29,8 @@ def main() -> int:
     plan = ExperimentPlan.load(exp_dir / "plan.json")
     platform = get_platform(plan.config.system.platform)
     platform.install()
-    dist.init_process_group(platform.backend, device_id=platform.device if platform.device.type == "cuda" else None)
+    device = platform.device if platform.device.type == "cuda" else None
+    dist.init_process_group(platform.backend, device_id=device, **rendezvous())
     state = None
     try:
         state = build(plan, platform)

@@ -5,7 +5,6 @@ export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TOKEN='a b'
 address_of() { scontrol show node --oneliner "$1" | sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p"; }
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
