@@ -77,6 +77,7 @@ class Topology:
         for ranks in rank_lists:
             group = dist.new_group(ranks)
             if self.rank in ranks:
+                assert isinstance(group, dist.ProcessGroup), "a member of a group got none"
                 mine = group
                 self._owned.append(group)
         return mine

@@ -40,8 +40,11 @@ class Route:
 
 
 def sequence_shard(language: Grid, consumer: Consumer, tp: int, row_length: int | None = None) -> tuple[int, int]:
-    """Token positions [low, high) whose hidden states live on tensor parallel rank `tp`, in a row of `row_length` tokens,
-    or of seq_length."""
+    """Token positions [low, high) whose hidden states live on tensor parallel rank `tp`.
+
+    Args:
+        row_length: tokens of the row; None for seq_length.
+    """
     row_length = consumer.seq_length if row_length is None else row_length
     if not consumer.sequence_parallel:
         return 0, row_length

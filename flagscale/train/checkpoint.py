@@ -1,8 +1,8 @@
 """Saving and resuming through Megatron-Core's distributed checkpoints.
 
-A checkpoint is a folder `iter_0000100` that was written under another name and renamed when whole, so a folder with that
-name is always complete. It holds both modules, both optimizers, the schedule and the iteration; the data order follows
-from the iteration alone. Weights and optimizer state can be loaded at any other layout.
+A checkpoint is a folder `iter_0000100` that was written under another name and renamed when whole, so a folder with
+that name is always complete. It holds both modules, both optimizers, the schedule and the iteration; the data order
+follows from the iteration alone. Weights and optimizer state can be loaded at any other layout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        content = {**_sharded_state(state, loading=False), "progress": progress, "scheduler": state.scheduler.state_dict()}
+        content = _sharded_state(state, loading=False)
+        content |= {"progress": progress, "scheduler": state.scheduler.state_dict()}
         dist_checkpointing.save(content, str(partial))
         dist.barrier()
         if dist.get_rank() == 0:

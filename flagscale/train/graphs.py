@@ -1,9 +1,9 @@
 """One CUDA graph for a whole microbatch of the language model: forward, loss and backward.
 
-At tensor parallel sizes above 1 a microbatch of a 4B model is a few thousand kernels of tens of microseconds, and the host
-cannot launch them as fast as the GPU runs them (380 ms against 236 ms measured on H200, docs/log.md). A graph is one
-launch. It needs fixed shapes: texts are padded to seq_length anyway, and visual rows are padded here to the largest number
-that a microbatch can hold. Gradients accumulate in the same buffers as without a graph.
+At tensor parallel sizes above 1 a microbatch of a 4B model is a few thousand kernels of tens of microseconds, and the
+host cannot launch them as fast as the GPU runs them (380 ms against 236 ms measured on H200, docs/log.md). A graph is
+one launch. It needs fixed shapes: texts are padded to seq_length anyway, and visual rows are padded here to the largest
+number that a microbatch can hold. Gradients accumulate in the same buffers as without a graph.
 
 Legend of shapes: N = S_local * B rows of the text embedding, D width.
 """

@@ -1,9 +1,9 @@
 """The language model's side of a macro batch: Megatron-Core's schedule over its microbatches, and the loss.
 
-Loss of an iteration: sum of token losses / number of loss tokens in the *global batch*, for the language-model loss, plus
-mtp_loss_scaling_factor times the same for multi-token prediction with its own count. Both counts are known from the index
-before anything runs, so every microbatch is weighted right at once, whatever the grids and however uneven the ranks, and
-gradients need no scaling afterwards: data parallel groups sum.
+Loss of an iteration: sum of token losses / number of loss tokens in the *global batch*, for the language-model loss,
+plus mtp_loss_scaling_factor times the same for multi-token prediction with its own count. Both counts are known from
+the index before anything runs, so every microbatch is weighted right at once, whatever the grids and however uneven the
+ranks, and gradients need no scaling afterwards: data parallel groups sum.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class LanguageSchedule:
     Args:
         model: the language model, wrapped for training where it trains.
         groups: its process groups.
-        graph_tokens: tokens of a microbatch whose shape never changes, to be replayed as one CUDA graph; None: no graph.
-            Without effect with pipeline stages.
+        graph_tokens: tokens of a microbatch whose shape never changes, to be replayed as one CUDA graph; None: no
+            graph. Without effect with pipeline stages.
     """
 
     def __init__(
@@ -94,9 +94,7 @@ class LanguageSchedule:
         """Forward only; per microbatch what `_evaluation_forward` collects, on the last stage; empty elsewhere."""
         return self._schedule(_evaluation_forward, batches, rows, forward_only=True)
 
-    def _loss_of(
-        self, batch: TextBatch, rows: VisualRows, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss_of(self, batch: TextBatch, rows: VisualRows, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and loss sums of one microbatch, for the graph."""
         output, loss = _training_forward(weights, iter([(batch, rows)]), self._model)
         total, _, sums = loss(output)

@@ -169,8 +169,8 @@ class Training:
         plot_losses(read_metrics(self._exp_dir), plots / "losses.png")
         self._say(f"loss curves: {plots / 'losses.png'}")
         if result is not None:
-            right = sum(p.correct for p in result.predictions)
-            self._say(f"held-out exact match: {100 * result.accuracy:.1f} % ({right} of {len(result.predictions)} samples)")
+            right, all_of_them = sum(p.correct for p in result.predictions), len(result.predictions)
+            self._say(f"held-out exact match: {100 * result.accuracy:.1f} % ({right} of {all_of_them} samples)")
             self._draw_answers(result, plots / "answers.png")
 
     def _draw_answers(self, result: Evaluation, target: Path) -> None:

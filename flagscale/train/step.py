@@ -130,7 +130,7 @@ class TrainStep:
         return report
 
     def encode(self, macro: MacroBatch) -> tuple[Exchange, list[VisualRows]]:
-        """Vision forward of a macro batch and the exchange; per microbatch the rows this rank's language model needs."""
+        """Vision forward of a macro batch and the exchange; per microbatch the rows its language model needs here."""
         state, spec = self._state, macro.spec
         with self._clock.phase("vision_forward"):
             rows_VD = self._encode_own_items(macro)
@@ -160,7 +160,8 @@ class TrainStep:
         """rows_VD of the items assigned to this rank's vision replica; none outside the vision grid."""
         topology, spec = self._state.topology, macro.spec
         if not topology.has(VISION):
-            return torch.zeros((0, self._state.plan.config.model.hidden_size), dtype=self._state.dtype, device=self._device)
+            width = self._state.plan.config.model.hidden_size
+            return torch.zeros((0, width), dtype=self._state.dtype, device=self._device)
         items = [spec.items[index] for index in spec.encode[topology.coordinate(VISION)["dp"]]]
         readers = {index: rank for rank, indexes in spec.reads.items() for index in indexes}
         pixels_PC = gather_pixels(

@@ -1,4 +1,4 @@
-"""The vision encoder's side of a macro batch: gather pixels, encode once, and run backward once the gradients are there.
+"""The vision encoder's side of a macro batch: gather pixels, encode once, run backward once the gradients are there.
 
 Legend of shapes: P patches, C values of a patch, V merged rows, D width of the language model.
 """
@@ -77,7 +77,7 @@ class MacroEncoder:
 
 
 def _pieces(pixels_PC: torch.Tensor, grids: list[GridHW], num_pieces: int) -> list[tuple[torch.Tensor, list[GridHW]]]:
-    """Divides consecutive items into pieces of at most ceil(P / num_pieces) patches, or one item where that is larger."""
+    """Divides consecutive items into pieces of at most ceil(P / num_pieces) patches, or one item that is larger."""
     budget = -(-len(pixels_PC) // max(num_pieces, 1))
     pieces: list[tuple[int, list[GridHW]]] = []
     for height, width in grids:
