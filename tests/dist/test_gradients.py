@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from flagscale.plan.plan import ExperimentPlan
+from flagscale.train import step as step_module
 from tests.dist.harness import Samples, gradients_of_steps, make_plan
 from tests.dist.pool import run_ranks
 
@@ -102,6 +105,28 @@ NO_IMAGES = Samples(seed=2, images=(0,))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_equal_the_single_process(name: str) -> None:
     check(name, MIXED, factors(name))
+
+
+def without_extra_sums(plan: ExperimentPlan, samples: Samples) -> str:
+    """Breaks the gradients on purpose: the norm on Gated DeltaNet's output is left to Megatron-Core.
+
+    Returns:
+        On rank 0 what is said of copies that differ.
+    """
+    with mock.patch.object(step_module, "extra_tp_sum_params", return_value=[]):
+        try:
+            gradients_of_steps([plan], samples)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def test_upstream_alone_leaves_a_norm_wrong() -> None:
+    """Negative control: without sequence parallelism Megatron-Core does not sum that norm's gradient over TP."""
+    name = "vit_dp4-llm_tp2dp2"
+    world, keys = LAYOUTS[name]
+    said = run_ranks(world, without_extra_sums, make_plan(world, **keys, **batch_keys(world, keys, 2)), MIXED)[0]
+    assert said.endswith("linear_attn.norm.weight differs")
 
 
 @pytest.mark.parametrize("name", ["vit_dp4-llm_tp2dp2-sp", "vit_dp4-llm_tp2pp2", "vit_tp2dp2-llm_dp4"])

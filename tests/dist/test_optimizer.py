@@ -22,7 +22,7 @@ from flagscale.train.optimizer import StepOutcome
 from flagscale.train.step import TrainStep
 from tests.dist.harness import build_state, full_parameters, loss_weights, macro_batches, make_plan
 from tests.dist.pool import run_ranks
-from tests.dist.test_gradients import LAYOUTS, MIXED, batch_keys, mostly_long
+from tests.dist.test_gradients import FROZEN, LAYOUTS, MIXED, batch_keys, mostly_long
 
 STEPS = 3
 # Adam's first steps are lr * sign(g), which rounding turns over where a gradient is near zero; an epsilon above the
@@ -159,6 +159,17 @@ def test_a_bad_gradient_skips_the_step_everywhere(module: str, rank: int, value:
         assert [outcome.skipped for outcome in outcomes] == [False, True, False]
         assert unchanged
         assert outcomes[2].grad_norm == pytest.approx(expected[1].grad_norm, rel=NORM_LATER)
+
+
+@pytest.mark.parametrize("frozen", ["encoder", "merger", "language"])
+def test_frozen_parts_stay_to_the_bit(frozen: str) -> None:
+    """And the others train, with weight decay, over pipeline stages and with microbatches of text alone."""
+    outcomes, parameters = run_ranks(4, trained, plan_of("vit_dp4-llm_tp2pp2", **FROZEN[frozen]))[0]
+    assert not any(outcome.skipped for outcome in outcomes)
+    for key, start in reference(0)[1].items():
+        part = "merger" if ".merger." in key else "vision" if key.startswith("model.visual") else "language"
+        stays = FROZEN[frozen].get(f"freeze_{part}", False)
+        assert torch.equal(parameters[key], start) == stays, key
 
 
 def test_learning_rate_factors() -> None:
