@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 RUN := $(PY) run.py --config-name qwen35_mimo
 ARGS ?=
 
-.PHONY: help setup demo test test-long lint clean
+.PHONY: help setup demo test test-long bench-data lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt tools/find_python.sh
 	@touch $(STAMP)
 
 demo: $(STAMP) ## train the small model on a CPU, from nothing to pictures; ARGS="key=value ..." overrides
-	$(PY) tools/data/make_digits.py
+	$(PY) -m tools.data.make_digits
 	$(RUN) $(ARGS)
 
 test: $(STAMP) ## run the tests; ARGS="..." goes to pytest
@@ -33,6 +33,9 @@ test: $(STAMP) ## run the tests; ARGS="..." goes to pytest
 
 test-long: $(STAMP) ## run the tests that take minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long $(ARGS)
+
+bench-data: $(STAMP) ## reading and decoding against a plain DataLoader; ARGS="--ranks 8"
+	$(PY) -m tools.bench.data $(ARGS)
 
 lint: $(STAMP) ## ruff and strict mypy
 	$(PY) -m ruff check .

@@ -1,0 +1,165 @@
+"""Reading and decoding: this project's pipeline against a plain PyTorch DataLoader that reads everything on every rank.
+
+    python -m tools.bench.data --ranks 4
+
+Both see the same pictures, the same global batches and the same number of processes, each with one background worker.
+The DataLoader's ranks read and decode the whole global batch and keep their part of it, as trainers do that split a
+batch after reading it. Reported is the time of the slowest rank, in one run, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from flagscale.config.loading import load
+from flagscale.data.corpus import Corpus
+from flagscale.data.loader import DataPipeline
+from flagscale.plan.batch import batch_plan, grids_of, layout_of, world_size_of
+from flagscale.plan.plan import ExperimentPlan, MemoryPlan
+
+NUM_SAMPLES, IMAGES_A_SAMPLE = 256, 2
+WARM_UP = 1  # steps that are not timed: they start workers
+
+
+def write_source(folder: Path, side: int) -> Path:
+    """A JSONL file of samples with two JPEGs of about `side` pixels each."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(NUM_SAMPLES):
+        names = []
+        for k in range(IMAGES_A_SAMPLE):
+            height, width = rng.integers(side * 3 // 4, side * 5 // 4, size=2)
+            small = Image.fromarray(rng.integers(0, 256, size=(height // 8, width // 8, 3), dtype=np.uint8))
+            names.append(f"{i}-{k}.jpg")
+            small.resize((int(width), int(height)), Image.Resampling.BICUBIC).save(folder / names[-1], quality=90)
+        turns = [{"from": "human", "value": "<image><image>Which?"}, {"from": "gpt", "value": str(i)}]
+        lines.append(json.dumps({"conversations": turns, "images": names}) + "\n")
+    path = folder / "train.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def make_plan(source: Path, ranks: int, side: int) -> ExperimentPlan:
+    """Colocated: the ViT and the LLM data parallel over all ranks."""
+    overrides = {
+        "data.train_path": source, "data.valid_path": "null", "data.max_pixels": side * side, "data.min_pixels": 1024,
+        "model.seq_length": 4096, "model.global_batch_size": 32, "model.micro_batch_size": 1,
+        "model.vision_micro_batch_size": 4, "model.tensor_model_parallel_size": 1, "model.eval_interval": "null",
+        "experiment.runner.nproc_per_node": ranks, "model.train_iters": 1000,
+    }  # fmt: skip
+    config = load("qwen35_mimo", None, [f"{key}={value}" for key, value in overrides.items()]).config
+    modules = grids_of(config)
+    return ExperimentPlan(
+        config=config, layout=layout_of(config), world_size=world_size_of(config), modules=modules,
+        batch=batch_plan(config, modules), costs={}, command=(),
+        memory=MemoryPlan(weights=0, gradients=0, optimizer=0, activations=0),
+    )  # fmt: skip
+
+
+class WholeBatches(Dataset[dict[str, Any]]):
+    """Global batches as every rank of a plain trainer reads them: all texts, all pixels."""
+
+    def __init__(self, plan: ExperimentPlan, num_steps: int) -> None:
+        self._plan, self._num_steps = plan, num_steps
+        self._corpus: Corpus | None = None  # opened in the worker
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        if self._corpus is None:
+            self._corpus = Corpus.open(self._plan.config, "train")
+        tokens, pixels = [], []
+        size = self._plan.batch.global_batch_size
+        for sample_id in (i % NUM_SAMPLES for i in range(step * size, (step + 1) * size)):
+            encoded = self._corpus.read(sample_id).encoded
+            wanted = [(item.media, item.frame, (item.grid_h, item.grid_w)) for item in encoded.placements]
+            tokens.append(torch.from_numpy(encoded.tokens_T))
+            patches = self._corpus.pixels(sample_id, self._corpus.record(sample_id), wanted)
+            pixels += [torch.from_numpy(one) for one in patches]
+        return {"tokens": tokens, "pixels": pixels}
+
+
+def read_sharded(plan: ExperimentPlan, rank: int, num_steps: int) -> tuple[float, int]:
+    """Seconds and images decoded of one rank of this project's pipeline."""
+    data = DataPipeline(plan, "train", rank)
+    start, before = 0.0, 0
+    for step in range(WARM_UP + num_steps):
+        if step == WARM_UP:
+            start, before = time.perf_counter(), data.decoded
+        for _ in data.step(step):
+            pass
+    seconds, decoded = time.perf_counter() - start, data.decoded - before
+    data.close()
+    return seconds, decoded
+
+
+def read_everything(plan: ExperimentPlan, rank: int, num_steps: int) -> tuple[float, int]:
+    """Seconds and images decoded of one rank of a DataLoader over whole batches."""
+    batches = WholeBatches(plan, WARM_UP + num_steps)
+    loader = DataLoader(batches, batch_size=None, num_workers=1, prefetch_factor=2, multiprocessing_context="fork")
+    start, decoded, ranks = 0.0, 0, plan.world_size
+    for step, batch in enumerate(loader):
+        if step == WARM_UP:
+            start = time.perf_counter()
+        decoded += len(batch["pixels"]) if step >= WARM_UP else 0
+        kept = batch["pixels"][rank::ranks]
+        assert kept, "a rank keeps its part"
+    return time.perf_counter() - start, decoded
+
+
+def _rank(read: Callable[..., tuple[float, int]], plan: ExperimentPlan, rank: int, steps: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    results.put(read(plan, rank, steps))
+
+
+def measure(read: Callable[..., tuple[float, int]], plan: ExperimentPlan, num_steps: int) -> tuple[float, int]:
+    """Slowest rank's seconds, and images decoded by all."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(read, plan, rank, num_steps, results)) for rank in range(plan.world_size)
+    ]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=900) for _ in ranks]
+    for process in ranks:
+        process.join()
+    return max(seconds for seconds, _ in found), sum(decoded for _, decoded in found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Reading and decoding against a plain DataLoader.")
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
+    parser.add_argument("--steps", type=int, default=6, help="global batches of 32 samples, 64 images (default: 6)")
+    parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels (default: 448)")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(write_source(Path(folder), options.side), options.ranks, options.side)
+        Corpus.open(plan.config, "train").close()  # both find the index built
+        rates = {}
+        for name, read in (("plain DataLoader", read_everything), ("sharded", read_sharded)):
+            seconds, decoded = measure(read, plan, options.steps)
+            samples = options.steps * plan.batch.global_batch_size
+            rates[name] = samples / seconds
+            print(f"{name:17}: {rates[name]:7.1f} samples/s over {options.ranks} ranks, {decoded} images decoded")
+    print(f"ratio: {rates['sharded'] / rates['plain DataLoader']:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
