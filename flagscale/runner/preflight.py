@@ -27,8 +27,6 @@ class Findings:
     host: Host
     facts: Mapping[str, Any]
     problems: tuple[str, ...]
-    is_lost: bool
-    """Whether ssh did not reach it at all."""
 
 
 def preflight(config: Config, hosts: Sequence[Host], workdir: Path) -> list[Findings]:
@@ -90,7 +88,7 @@ def _findings(host: Host, answer: Answer, here: Mapping[str, Any], config: Confi
         problems = tuple(_problems(facts, here, config))
     except (ValueError, IndexError):
         problems = (_silent(answer),)
-    return Findings(host=host, facts=facts, problems=problems, is_lost=answer.code == LOST)
+    return Findings(host=host, facts=facts, problems=problems)
 
 
 def _with_one_platform(findings: list[Findings], config: Config) -> list[Findings]:

@@ -87,11 +87,11 @@ def cluster(tmp_path: Path, servers: Servers, hosts: tuple[Server, Server]) -> I
     processes.send(cluster.members, signal.SIGKILL)
 
 
-def wait_for(cluster: Cluster, process: subprocess.Popen[str], count: int) -> None:
+def wait_for(cluster: Cluster, process: subprocess.Popen[str] | None, count: int) -> None:
     """Until the job has that many ranks that have written their pid."""
     deadline = time.monotonic() + 120
     while len(list(cluster.exp_dir.glob("rank*.pid"))) < count:
-        assert process.poll() is None, process.communicate()[0]
+        assert process is None or process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
@@ -121,21 +121,23 @@ def test_rank_that_raises_ends_both_hosts(cluster: Cluster) -> None:
     assert cluster.members == []
 
 
-def test_stop_and_query_reach_all_hosts_and_may_be_repeated(cluster: Cluster) -> None:
+def test_background_job_is_queried_and_stopped_on_all_hosts(cluster: Cluster) -> None:
     assert "never started" in cluster.run(action="stop")[1]
-    job = cluster.start(**{"+experiment.envs.TINY_MODE": "wait"})
-    wait_for(cluster, job, 4)
+    code, output = cluster.run(**{"+experiment.envs.TINY_MODE": "wait"}, experiment__runner__detach="true")
+    assert (code, "started in the background" in output) == (0, True), output
+    wait_for(cluster, None, 4)
     output = cluster.run(action="query")[1]
-    assert output.count("running since") == 3
+    assert output.count("running since") == 3, "the launcher and both hosts"
     assert "iteration 300/300" in output
-    refused = cluster.run(action="run")
-    assert refused[0] == 2
-    assert "a job runs in this folder" in refused[1]
+    code, output = cluster.run()
+    assert (code, "a job runs in this folder" in output) == (2, True)
     for words in ("stopped", "nothing to stop"):
         code, output = cluster.run(action="stop")
         assert (code, words in output) == (0, True), output
         assert cluster.members == []
-    assert job.wait(timeout=60) == 128 + signal.SIGTERM
+    record = load_record(cluster.exp_dir)
+    assert record is not None
+    assert (record.state, record.exit_code) == ("stopped", 128 + signal.SIGTERM)
 
 
 def test_killed_launcher_leaves_nothing(cluster: Cluster) -> None:

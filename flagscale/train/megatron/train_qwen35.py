@@ -7,22 +7,24 @@ import os
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 from flagscale.config.errors import UserError
 from flagscale.plan.plan import ExperimentPlan
-from flagscale.platforms import get_platform
-from flagscale.platforms.light import light_imports
-from flagscale.train.failure import report_user_error
-from flagscale.train.rendezvous import rendezvous
-
-with light_imports():
-    from flagscale.train.build import build
-    from flagscale.train.loop import Training
 
 
 def main() -> int:
     """Trains as the plan says; returns the exit code."""
+    # Here and not above: each process that writes a checkpoint imports this file again.
+    import torch.distributed as dist
+
+    from flagscale.platforms import get_platform
+    from flagscale.platforms.light import light_imports
+
+    with light_imports():
+        from flagscale.train.build import build
+        from flagscale.train.failure import report_user_error
+        from flagscale.train.loop import Training
+        from flagscale.train.rendezvous import rendezvous
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="plan.json written by run.py")
     exp_dir = parser.parse_args().plan.resolve().parent
