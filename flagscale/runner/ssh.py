@@ -64,7 +64,6 @@ class Outcome:
 class _Connection:
     host: Host
     process: subprocess.Popen[str]
-    reader: threading.Thread
     released: bool = False
     """Whether its lifeline was cut from here."""
 
@@ -89,7 +88,8 @@ def run(job: SshJob, console: Console, *, on_started: Callable[[], None] = lambd
     lines: queue.Queue[str] = queue.Queue()
     signals = Signals()
     with signals.noted():
-        connections = [_connect(job, index, lines) for index in range(len(job.hosts))]
+        connections = [_connect(job, index) for index in range(len(job.hosts))]
+        readers = [_read(connection, lines) for connection in connections]
         try:
             _record(job).save(job.exp_dir)
             on_started()
@@ -97,8 +97,8 @@ def run(job: SshJob, console: Console, *, on_started: Callable[[], None] = lambd
             outcome = _watch(job, connections, signals, lambda: _show(job, lines, console, progress))
         finally:
             _end(connections, job.stop_grace, signals, lambda: _show(job, lines, console, progress))
-        for connection in connections:
-            connection.reader.join(timeout=_HOLD_S)
+        for reader in readers:
+            reader.join(timeout=_HOLD_S)
         _show(job, lines, console, progress)
         console.keep_status()
     for host in outcome.lost:
@@ -106,7 +106,7 @@ def run(job: SshJob, console: Console, *, on_started: Callable[[], None] = lambd
     return outcome
 
 
-def _connect(job: SshJob, index: int, lines: queue.Queue[str]) -> _Connection:
+def _connect(job: SshJob, index: int) -> _Connection:
     """Start the node's agent on a host and hand it its request."""
     host = job.hosts[index]
     process = subprocess.Popen(
@@ -120,20 +120,25 @@ def _connect(job: SshJob, index: int, lines: queue.Queue[str]) -> _Connection:
         preexec_fn=processes.die_with_parent,
     )
     assert process.stdin is not None
-    assert process.stdout is not None
     with contextlib.suppress(OSError):  # if ssh has ended, its exit code and words say why
         process.stdin.write(json.dumps(job.requests[index]) + "\n")
         process.stdin.flush()
-    output, own = process.stdout, (f"[{host.address}", node.FORWARDED)
+    return _Connection(host=host, process=process)
+
+
+def _read(connection: _Connection, lines: queue.Queue[str]) -> threading.Thread:
+    """Collect a host's lines, each with its prefix. Only once all connections are made: a fork needs one thread."""
+    assert connection.process.stdout is not None
+    output, address = connection.process.stdout, connection.host.address
 
     def read() -> None:
         for line in output:
             text = line.rstrip("\n")
-            lines.put(text if text.startswith(own) else f"[{host.address}] {text}")
+            lines.put(text if text.startswith((f"[{address}", node.FORWARDED)) else f"[{address}] {text}")
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    return _Connection(host=host, process=process, reader=reader)
+    return reader
 
 
 def _record(job: SshJob) -> RunRecord:

