@@ -8,6 +8,8 @@ An image in CONTENT is <|vision_start|>, one <|image_pad|> a merged patch, <|vis
 frame groups, the group's time, `<1.5 seconds>`, and the same with <|video_pad|>. Loss targets are the content of
 assistant turns and the <|im_end|> that closes them.
 
+A tokenizer with a chat template of its own writes the conversation instead (`template.py`).
+
 A document of a text corpus is its tokens and <|endoftext|>, all of them targets.
 """
 
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flagscale.data.records import TEXT, MediaSlot, Record, SampleError, Turn
+from flagscale.data.template import write_through_template
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,8 +124,9 @@ def shapes_of(placements: Sequence[Placement]) -> list[Shape]:
 class _Writer:
     """Tokens as they are appended."""
 
-    def __init__(self, tokenizer: Tokenizer, merge_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, shapes: Sequence[Shape], merge_size: int) -> None:
         self.tokenizer = tokenizer
+        self.shapes = shapes
         self.merge_size = merge_size
         self.tokens: list[int] = []
         self.targets: list[bool] = []
@@ -134,6 +138,15 @@ class _Writer:
 
     def add_text(self, text: str, *, target: bool) -> None:
         self.add(self.tokenizer.encode(text), target=target)
+
+    def add_medium(self, media: int) -> None:
+        """An image; or all frame groups of a video, each after its time."""
+        shape = self.shapes[media]
+        if not shape.times:
+            self.add_item(shape, media, IMAGE_FRAME, 0)
+        for frame, time in enumerate(shape.times):
+            self.add_text(f"<{time / 10:.1f} seconds>", target=False)
+            self.add_item(shape, media, frame, time)
 
     def add_item(self, shape: Shape, media: int, frame: int, time: int) -> None:
         """The placeholders of a visual item, between the marks of its start and end."""
@@ -158,14 +171,17 @@ def encode_chat(record: Record, shapes: Sequence[Shape], tokenizer: Tokenizer, m
     """
     if len(shapes) != len(record.media):
         raise SampleError(f"has {len(record.media)} media but {len(shapes)} sizes are known; rebuild the index")
-    writer = _Writer(tokenizer, merge_size)
-    for turn in record.turns:
-        _write_turn(writer, turn, shapes)
+    writer = _Writer(tokenizer, shapes, merge_size)
+    if tokenizer.has_template and all(turn.role != TEXT for turn in record.turns):
+        write_through_template(record, writer)
+    else:
+        for turn in record.turns:
+            _write_turn(writer, turn)
     tokens_T, is_target_T = np.asarray(writer.tokens, dtype=np.int64), np.asarray(writer.targets, dtype=bool)
     return EncodedSample(tokens_T, is_target_T, tuple(writer.placements))
 
 
-def _write_turn(writer: _Writer, turn: Turn, shapes: Sequence[Shape]) -> None:
+def _write_turn(writer: _Writer, turn: Turn) -> None:
     """Append one turn."""
     special, target = writer.tokenizer.special, turn.role in ("assistant", TEXT)
     if turn.role != TEXT:
@@ -174,13 +190,8 @@ def _write_turn(writer: _Writer, turn: Turn, shapes: Sequence[Shape]) -> None:
     for part in turn.parts:
         if not isinstance(part, MediaSlot):
             writer.add_text(part, target=target)
-            continue
-        shape = shapes[part.media]
-        if not shape.times:
-            writer.add_item(shape, part.media, IMAGE_FRAME, 0)
-        for frame, time in enumerate(shape.times):
-            writer.add_text(f"<{time / 10:.1f} seconds>", target=False)
-            writer.add_item(shape, part.media, frame, time)
+        else:
+            writer.add_medium(part.media)
     if turn.role == TEXT:
         writer.add([special.pad], target=True)
         return

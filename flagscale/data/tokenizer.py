@@ -49,6 +49,7 @@ class Tokenizer(Protocol):
     special: SpecialTokens
     vocab_size: int
     fingerprint: str
+    has_template: bool  # then it is a `TemplateTokenizer` (template.py) as well
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, without special tokens. Raises SampleError for text it cannot represent."""
@@ -70,6 +71,7 @@ class BuiltinTokenizer:
     special = BUILTIN_SPECIAL
     vocab_size = BUILTIN_VOCAB_SIZE
     fingerprint = "builtin-1"
+    has_template = False
 
     def __init__(self) -> None:
         self._ids = {character: BUILTIN_FIRST_CHARACTER_ID + i for i, character in enumerate(BUILTIN_CHARACTERS)}
@@ -104,6 +106,7 @@ class HFTokenizer:
         self._tokenizer = self._load()
         self.special = SpecialTokens(**{name: self._special_id(text) for name, text in SPECIAL_TEXTS.items()})
         self.vocab_size = len(self._tokenizer)
+        self.has_template = self._tokenizer.chat_template is not None
         self.fingerprint = self._hash_files()
 
     def _load(self) -> Any:
@@ -131,11 +134,25 @@ class HFTokenizer:
         """Hash of the files that decide on ids, so that an index built with others is not reused."""
         digest = hashlib.sha256()
         names = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json")
+        names += ("chat_template.jinja", "chat_template.json")
         for name in names:
             file = self._path / name
             if file.is_file():
                 digest.update(name.encode() + b"\0" + file.read_bytes())
         return "hf-" + digest.hexdigest()[:16]
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The conversation by the tokenizer's chat template."""
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except (TemplateError, TypeError) as error:
+            raise SampleError(f"is refused by the tokenizer's chat template ({error}); correct the turns") from None
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of a template's text, in which special tokens are meant."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special tokens spelled out in it stay text."""

@@ -28,9 +28,9 @@ class Oracle:
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.one_of(TEXT, IMAGE, VIDEO), min_size=1, max_size=8))
-def test_positions_equal_the_library(segments: list[tuple[str, int, int, int]]) -> None:
-    """One text token stands before each visual item, as the template's start token does."""
+@given(st.lists(st.one_of(TEXT, IMAGE, VIDEO), min_size=1, max_size=8), st.integers(1, 9))
+def test_positions_equal_the_library(segments: list[tuple[str, int, int, int]], stamp: int) -> None:
+    """The template's start token stands before each visual item, and a time stamp before each frame group."""
     types: list[int] = []
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}
     placements = []
@@ -40,7 +40,7 @@ def test_positions_equal_the_library(segments: list[tuple[str, int, int, int]]) 
             continue
         grids[kind].append([count, grid_h, grid_w])
         for frame in range(count):
-            types.append(0)
+            types += [0] * (1 if kind == "image" else 1 + stamp)
             placements.append(Placement(grid_h, grid_w, len(types), media, frame if kind == "video" else -1))
             types += [1 if kind == "image" else 2] * placements[-1].num_tokens(2)
     as_tensor = {kind: torch.tensor(value) if value else None for kind, value in grids.items()}
