@@ -14,6 +14,8 @@ from flagscale.plan.leave import LEAVE_REQUEST, LEFT
 from flagscale.runner.render import quoted_lines
 
 LOG = "slurm.log"
+UNFINISHED = 75
+"""Exit code of a job that left before its end and is not requeued; EX_TEMPFAIL of sysexits.h."""
 _FIRST_PORT, _PORTS = 20000, 10000
 
 _WAIT = (
@@ -47,16 +49,19 @@ def batch_script(config: Config, exp_dir: Path) -> str:
         *_WAIT,
         'rm -f "$request"',
     ]
-    if slurm.requeue:
-        lines += [
-            'if [ -e "$left" ]; then',
-            '    rm "$left"',
-            '    echo "job $SLURM_JOB_ID has saved and goes back to the queue"',
-            '    scontrol requeue "$SLURM_JOB_ID"',
-            "    sleep 60  # Slurm ends this script",
-            "fi",
-        ]
-    return "\n".join([*lines, 'exit "$code"']) + "\n"
+    return "\n".join([*lines, *_after_leaving(slurm.requeue), 'exit "$code"']) + "\n"
+
+
+def _after_leaving(requeue: bool) -> list[str]:
+    """What happens to a run that has saved and left before its end."""
+    then = [
+        'echo "job $SLURM_JOB_ID has saved and goes back to the queue"',
+        'scontrol requeue "$SLURM_JOB_ID"',
+        "sleep 60  # Slurm ends this script",
+    ]
+    if not requeue:
+        then = ['echo "the time is up; submit again to resume from the checkpoint"', f"exit {UNFINISHED}"]
+    return ['if [ -e "$left" ]; then', *(f"    {line}" for line in ['rm "$left"', *then]), "fi"]
 
 
 def node_setup(config: Config, exp_dir: Path) -> list[str]:

@@ -98,6 +98,15 @@ def test_slurm_scripts_are_as_recorded() -> None:
     assert render.launch_script(command, script) == (GOLDEN / "slurm.sh").read_text()
 
 
+def test_job_that_is_not_requeued_does_not_end_as_if_it_were_finished() -> None:
+    configuration = config(type="slurm", slurm=SlurmConfig(requeue=False))
+    text = sbatch.batch_script(configuration, Path("/runs"))
+    assert "#SBATCH --no-requeue" in text
+    assert "scontrol requeue" not in text
+    assert 'rm "$left"' in text
+    assert f"    exit {sbatch.UNFINISHED}" in text
+
+
 def test_wrapped_script_is_the_same_arguments() -> None:
     command = render.torchrun_command(config(), Path("/runs/it's a $run"))
     text = render.launch_script(command, surroundings(config()))
