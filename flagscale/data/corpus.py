@@ -66,9 +66,14 @@ class Corpus:
         return sum(reader.decoded for reader in self._readers)
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes of the records and image files read."""
-        return sum(reader.bytes_read for reader in self._readers) + sum(index.bytes_read for index in self.indexes)
+    def media_bytes(self) -> int:
+        """Bytes of the image files and frames that were decoded."""
+        return sum(reader.bytes_read for reader in self._readers)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the records read."""
+        return sum(index.bytes_read for index in self.indexes)
 
     @property
     def pad(self) -> int:

@@ -115,6 +115,33 @@ def test_counts_of_a_step_equal_its_masks(sources: dict[str, Path]) -> None:
         assert ranks[0].flops(3) - ranks[0].flops(4) == pytest.approx(3 * (loads[0] - loads[1]))  # forward and backward
 
 
+COUNTED = {
+    2: (Grid(dp=2), Grid(dp=2), (4, 4, 2)),
+    4: (Grid(dp=4), Grid(tp=2, dp=2), (4, 4, 2)),
+    8: (Grid(tp=2, dp=4), Grid(dp=4, pp=2), (4, 1)),
+}
+
+
+def test_reads_do_not_grow_with_the_number_of_ranks(sources: dict[str, Path]) -> None:
+    """Images decoded and bytes read of a global batch over all ranks, at 2, 4 and 8 of them; each image once."""
+    found = {}
+    for world, layout in COUNTED.items():
+        with pipelines(plan_for(sources, layout, prefetch=0)) as ranks:
+            assert len(ranks) == world
+            for pipeline in ranks:
+                list(pipeline.step(0))
+            ids = ranks[0].sample_ids(0)
+            names = [media.name for i in ids for media in ranks[0].corpus.record(i).media]
+            records = sum(len(line) for line in sources["train"].read_bytes().splitlines(keepends=True))
+            assert sum(p.decoded for p in ranks) == len(names)
+            found[world] = sum(p.corpus.media_bytes for p in ranks)
+            assert found[world] == sum((sources["train"].parent / name).stat().st_size for name in names)
+            # A text is read by the ranks of its replica and by the encoders of its images: far less than the images.
+            assert sum(p.corpus.record_bytes for p in ranks) < 4 * records < 0.1 * found[world]
+            assert len(ids) == 40
+    assert len(set(found.values())) == 1
+
+
 def test_read_ahead_gives_the_same_and_reads_on_across_steps(sources: dict[str, Path]) -> None:
     with pipelines(plan_for(sources), world=1) as ahead, pipelines(plan_for(sources, prefetch=0), world=1) as plain:
         for step in (0, 1, 2, 7, 8, 7):  # a jump forward and one back
