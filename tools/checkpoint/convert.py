@@ -229,7 +229,8 @@ def _progress(task: str, total: int) -> Iterator[Report]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         number = progress.add_task(task, total=total)
         yield lambda size: progress.advance(number, size)
 

@@ -149,7 +149,7 @@ class _StreamingPlanner(SavePlanner):
         """The data of an item, fetched now."""
         if write_item.type == WriteItemType.BYTE_IO:
             stream = io.BytesIO()
-            torch.save({}, stream)
+            torch.save([{}], stream)  # a list: Megatron-Core keeps what one rank saved in each entry
             return stream
         index = write_item.index
         stored, part = self._sources[MetadataIndex(index.fqn, index.offset)]

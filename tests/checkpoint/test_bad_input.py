@@ -1,0 +1,175 @@
+"""Bad input of the converter and of `system.checkpoint.pretrained`: one clear message, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flagscale.config.build import build_config
+from flagscale.config.schema import Config
+from flagscale.plan.pretrained import pretrained_weights_fit
+from flagscale.plan.safetensors import INDEX
+from tests.checkpoint.helpers import DENSE, EXPERTS, write_hf, write_yaml
+from tools.checkpoint.convert import main
+
+GATE = "model.language_model.layers.0.mlp.gate_proj.weight"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], holding: str = GATE) -> None:
+    """Changes the shard that holds a tensor; the index stays as it is."""
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"][holding]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def cut_header(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:20])
+
+
+def remove_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[2].unlink()
+
+
+def other_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def other_size(folder: Path) -> None:
+    tree = json.loads((folder / "config.json").read_text())
+    tree["text_config"]["hidden_size"] = 128
+    (folder / "config.json").write_text(json.dumps(tree))
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def other_shape(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({GATE: torch.zeros(80, 64)}))
+
+
+def quantised(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.float8_e4m3fn)}))
+
+
+def unexpected(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
+
+
+def without_mtp(folder: Path) -> None:
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    for file in set(weight_map.values()):
+        kept = {name: value for name, value in load_file(folder / file).items() if not name.startswith("mtp.")}
+        save_file(kept, folder / file)
+    weight_map = {name: file for name, file in weight_map.items() if not name.startswith("mtp.")}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+DAMAGE: dict[Callable[[Path], None], tuple[str, ...]] = {
+    truncate: ("model-00002-of", "bytes, its header describes"),
+    cut_header: ("model-00002-of", "header cannot be read"),
+    remove_shard: ("lacks model-00003-of",),
+    other_architecture: ("config.json", "'llama'", "'qwen3_5'"),
+    other_size: ("text_config.hidden_size is 128 there and 64 in the model config",),
+    no_config: ("config.json", "No such file"),
+    other_shape: (GATE, "(80, 64)", "(96, 64)"),
+    quantised: (GATE, "F8_E4M3"),
+    unexpected: ("has unexpected 1 (model.extra.weight)",),
+    without_mtp: ("lacks", "mtp.fc.weight", "model.mtp_num_layers to 0"),
+}
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    """The message of a run that ended with exit code 2."""
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_named_and_nothing_is_written(
+    damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, config = tmp_path / "hf", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    damage(hf)
+    message = refused(capsys, main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(tmp_path / "out")]))
+    assert all(part in message for part in DAMAGE[damage]), message
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "run.yaml"}
+
+
+def test_precision_is_lost_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, out, config = tmp_path / "hf", tmp_path / "out", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    command = ["hf-to-mcore", *config, "--hf", str(hf), "--out", str(out), "--dtype", "bfloat16"]
+    message = refused(capsys, main(command))
+    assert "A_log" in message
+    assert "float32 into bfloat16" in message
+    assert not out.exists()
+    assert main([*command, "--allow-precision-loss"]) == 0
+    assert main(["verify", *config, "--hf", str(hf), "--mcore", str(out)]) == 1
+    assert "float32 there, bfloat16 in the checkpoint" in capsys.readouterr().out
+
+
+def test_an_output_folder_with_weights_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, out, config = tmp_path / "hf", tmp_path / "out", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    out.mkdir()
+    (out / "model.safetensors").write_text("precious")
+    message = refused(capsys, main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(out)]))
+    assert "exists and is not empty" in message
+    assert (out / "model.safetensors").read_text() == "precious"
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, mcore, config = tmp_path / "hf", tmp_path / "mcore", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    assert main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(mcore)]) == 0
+    export = ["mcore-to-hf", *config, "--mcore", str(mcore), "--out", str(tmp_path / "back")]
+    message = refused(capsys, main([*export, "model.ffn_hidden_size=80"]))
+    assert "mlp.linear_fc1.weight" in message
+    assert "(192, 64)" in message
+    assert "(160, 64)" in message
+    (mcore / ".metadata").unlink()
+    assert "is neither a checkpoint" in refused(capsys, main(export))
+    assert not (tmp_path / "back").exists()
+
+
+def config_with(pretrained: Path) -> Config:
+    """A configuration of the model with experts that starts from `pretrained`."""
+    shape = {name: getattr(EXPERTS, name) for name in EXPERTS.__dataclass_fields__ if name != "optimizer"}
+    system = {"checkpoint": {"pretrained": str(pretrained)}}
+    return build_config({"model": shape, "data": {"train_path": "unused"}, "system": system})
+
+
+def test_weights_to_start_from_are_checked_before_a_process_starts(tmp_path: Path) -> None:
+    good, dense = tmp_path / "good", tmp_path / "dense"
+    write_hf(good, EXPERTS)
+    write_hf(dense, DENSE)
+    assert list(pretrained_weights_fit(config_with(good))) == []
+    messages = {
+        tmp_path / "missing": "is no folder",
+        tmp_path: "holds neither safetensors files nor a checkpoint",
+        dense: "model_type is 'qwen3_5', the model config describes 'qwen3_5_moe'",
+    }
+    for folder, part in messages.items():
+        (error,) = pretrained_weights_fit(config_with(folder))
+        assert part in str(error)
+        assert "system.checkpoint.pretrained" in str(error)
+    truncate(good)
+    (error,) = pretrained_weights_fit(config_with(good))
+    assert "its header describes" in str(error)

@@ -1,0 +1,96 @@
+"""transformers loads what is exported, and what it saves can be converted; memory stays at about a shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.helpers import MODELS, read_folder, write_hf, write_yaml
+from tests.models.tiny import hf_config, tiny_model
+from tools.checkpoint.convert import main
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+
+
+def transformers_model(kind: str) -> Any:
+    """The class that the release names."""
+    import transformers
+
+    name = "Qwen3_5MoeForConditionalGeneration" if kind == "experts" else "Qwen3_5ForConditionalGeneration"
+    return getattr(transformers, name)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_from_pretrained_takes_an_export(kind: str, tmp_path: Path) -> None:
+    """With and without an original to copy the configuration from."""
+    model, hf, mcore = MODELS[kind], tmp_path / "hf", tmp_path / "mcore"
+    config = write_yaml(tmp_path, model)
+    write_hf(hf, model)
+    assert main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(mcore)]) == 0
+    expected = transformers_model(kind).from_pretrained(hf, dtype=torch.float32).state_dict()
+    for name, more in {"copied": ["--hf", str(hf)], "made": []}.items():
+        out = tmp_path / name
+        assert main(["mcore-to-hf", *config, "--mcore", str(mcore), "--out", str(out), *more]) == 0
+        loaded, report = transformers_model(kind).from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+        assert not report["missing_keys"]
+        found = loaded.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["untied", "experts"])
+def test_what_transformers_saves_is_converted(kind: str, tmp_path: Path) -> None:
+    """Its files have no multi-token prediction."""
+    model = dataclasses.replace(MODELS[kind], mtp_num_layers=0)
+    config, saved = write_yaml(tmp_path, model), tmp_path / "saved"
+    torch.manual_seed(0)
+    transformers_model(kind)(hf_config(model)).save_pretrained(saved, max_shard_size="200KB")
+    assert main(["hf-to-mcore", *config, "--hf", str(saved), "--out", str(tmp_path / "mcore")]) == 0
+    arguments = ["--mcore", str(tmp_path / "mcore"), "--out", str(tmp_path / "back"), "--hf", str(saved)]
+    assert main(["mcore-to-hf", *config, *arguments]) == 0
+    expected, found = read_folder(saved), read_folder(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from tools.checkpoint.convert import main
+def field(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+for command in {commands!r}:
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
+    before = field("VmRSS")
+    assert main(command) == 0
+    print("peak", field("VmHWM") - before)
+"""
+
+
+def test_memory_stays_at_about_a_shard(tmp_path: Path) -> None:
+    model = tiny_model(num_layers=8, hidden_size=512, ffn_hidden_size=5120)
+    hf, mcore, back = tmp_path / "hf", tmp_path / "mcore", tmp_path / "back"
+    shard = 16 * MIB
+    config = write_yaml(tmp_path, model)
+    whole = sum(value.nbytes for value in write_hf(hf, model, shard).values())
+    assert whole > 9 * shard
+    commands = [
+        ["hf-to-mcore", *config, "--hf", str(hf), "--out", str(mcore)],
+        ["mcore-to-hf", *config, "--mcore", str(mcore), "--out", str(back), "--shard-size", str(shard / 2**30)],
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK.format(commands=commands)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    peaks = [int(peak) for peak in re.findall(r"peak (\d+)", run.stdout)]
+    assert len(peaks) == 2
+    assert max(peaks) < 4 * shard, [peak / MIB for peak in peaks]
