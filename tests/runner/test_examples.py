@@ -39,7 +39,7 @@ def test_script(script: list[str], parts: list[str], tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 = (vision dp 8 x vision_micro_batch_size 4) / (language dp 4 x micro_batch_size 2)" in done.stdout
@@ -51,6 +51,6 @@ def test_script(script: list[str], parts: list[str], tmp_path: Path) -> None:
 def test_ssh_script_wants_a_hostfile() -> None:
     bash = shutil.which("bash")
     assert bash is not None
-    done = subprocess.run([bash, str(FOLDER / "ssh.sh")], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([bash, str(FOLDER / "ssh.sh")], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 2
     assert "usage: " in done.stderr
