@@ -41,7 +41,9 @@ def read_trace(path: Path) -> list[Span]:
         UserError: when the file is no trace.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        # Times of the events are relative to it, and every rank may have another.
+        events, base = trace["traceEvents"], trace.get("baseTimeNanoseconds", 0) / 1e9
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = type(error).__name__
         raise UserError(f"{path}: is no Chrome trace ({reason}); write one with experiment.profile") from error
@@ -49,7 +51,7 @@ def read_trace(path: Path) -> list[Span]:
     on_gpu = [event for event in phases if event.get("cat") == _ON_GPU]
     chosen = on_gpu or [event for event in phases if event.get("cat") == _ON_CPU]
     spans = [
-        Span(phase=event["name"].removeprefix(MARK), start=event["ts"] / 1e6, length=event["dur"] / 1e6)
+        Span(phase=event["name"].removeprefix(MARK), start=base + event["ts"] / 1e6, length=event["dur"] / 1e6)
         for event in chosen
     ]
     return sorted(spans, key=lambda span: span.start)
