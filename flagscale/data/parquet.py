@@ -6,6 +6,7 @@ uncompressed and memory-mapped: a row then costs its own bytes.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class ParquetStore:
     def attach(self, copy: Path) -> None:
         """Read the rows from this Arrow file, which is written when it is not there."""
         if not copy.is_file():
-            temporary = copy.with_name(f".{copy.name}.building")
+            temporary = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}")
             try:
                 self._convert(temporary)
                 temporary.replace(copy)

@@ -104,7 +104,12 @@ class Source:
     def prepare(self, index_path: Path) -> None:
         """Make the records readable: Parquet rows are copied beside the index, once."""
         if isinstance(self.store, ParquetStore):
-            self.store.attach(index_path.parent / f"{self.path.name}.{_hash(self._stat)}.rows")
+            prefix = f"{self.path.name}.{_hash(str(self.path))}."
+            copy = index_path.parent / f"{prefix}{_hash(self._stat)}.rows"
+            self.store.attach(copy)
+            for stale in index_path.parent.glob(f"{glob.escape(prefix)}*.rows"):
+                if stale != copy:
+                    stale.unlink(missing_ok=True)
 
     def reader(self) -> MediaReader:
         """A reader of the source's media."""

@@ -92,12 +92,15 @@ def runner_keys_of_other_runners(loaded: Loaded, plan: ExperimentPlan) -> Iterat
 
 
 def data_keys_without_effect(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
-    """Keys that packing or the list of sources makes idle."""
+    """Keys that packing or the list of sources makes idle, and a number that packing changes."""
     data = plan.config.data
     if data.language_balance and data.packing == "none":
         yield "data.language_balance: no effect with packing none, where every row is padded to seq_length"
     if data.packing != "none" and loaded.is_set("system.cuda_graph") and plan.config.system.cuda_graph:
         yield f"system.cuda_graph: no effect with packing {data.packing}, whose rows differ in length"
+    if data.packing == "length_budget":
+        count = plan.batch.num_microbatches
+        yield f"data.packing=length_budget: the microbatches of a step follow from its lengths, {count} at most"
     if data.sources and data.train_path is not None:
         yield "data.train_path: no effect with data.sources"
 

@@ -189,8 +189,9 @@ class Training:
         pipelines = [self._data] if self._held_out is None else [self._data, self._held_out]
         bad = [sample for pipeline in pipelines for sample in pipeline.bad_samples()]
         path = self._exp_dir / "bad_samples.jsonl"
-        path.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in bad), encoding="utf-8")
+        path.unlink(missing_ok=True)
         if bad:
+            path.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in bad), encoding="utf-8")
             self._say(f"left out {len(bad)} bad samples: {path}")
 
     def _say(self, line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from flagscale.config.errors import UserError
 class Answered:
     """One held-out sample, as text."""
 
-    image: Path
+    image: Path | bytes
     question: str
     answer: str
     prediction: str
@@ -51,7 +52,8 @@ def plot_answers(answered: Sequence[Answered], target: Path, columns: int = 6) -
     for axis in axes.flat:
         axis.axis("off")
     for axis, sample in zip(axes.flat, answered, strict=False):
-        with Image.open(sample.image) as image:
+        file = io.BytesIO(sample.image) if isinstance(sample.image, bytes) else sample.image
+        with Image.open(file) as image:
             axis.imshow(image.convert("RGB"))
         right = sample.answer == sample.prediction
         axis.set_title(

@@ -63,7 +63,7 @@ def test_a_changed_mix_is_reproduced_on_resume_at_another_layout(tmp_path: Path)
     two = plan_for(tmp_path, Grid(tp=2), Grid(dp=2), (2, 2))
     for name in ("unbroken", "broken"):
         (tmp_path / name).mkdir()
-    whole = run_ranks(4, follow, four, tmp_path / "unbroken", 0, STEPS, None)
+    whole = run_ranks(4, follow, four, tmp_path / "unbroken", 0, STEPS, None, timeout=240)
     assert all(result[0] == whole[0][0] for result in whole), "ranks differ"
     said = "\n".join(whole[0][2])
     assert "mix.yaml: is not valid YAML" in said
@@ -74,8 +74,8 @@ def test_a_changed_mix_is_reproduced_on_resume_at_another_layout(tmp_path: Path)
     assert not any(texts[5:])
     assert [sum(m[f"samples/{name}"] for name in ("digits", "texts")) for _, _, m in whole[0][0]] == [16] * STEPS
 
-    state = run_ranks(4, follow, four, tmp_path / "broken", 0, KILLED, None)[0][1]
-    again = run_ranks(2, follow, two, tmp_path / "broken", SAVED, STEPS, state)
+    state = run_ranks(4, follow, four, tmp_path / "broken", 0, KILLED, None, timeout=240)[0][1]
+    again = run_ranks(2, follow, two, tmp_path / "broken", SAVED, STEPS, state, timeout=240)
     for step, (ids, counts, metrics) in enumerate(again[0][0], start=SAVED):
         assert (ids, metrics) == (whole[0][0][step][0], whole[0][0][step][2]), f"step {step}"
         assert sum(tokens for tokens, _ in counts) == sum(tokens for tokens, _ in whole[0][0][step][1])
