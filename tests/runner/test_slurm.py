@@ -170,4 +170,4 @@ def test_job_trains_is_warned_requeued_and_resumes(run: Run, tmp_path: Path) -> 
 def test_job_is_requeued_before_its_time_limit(run: Run, tmp_path: Path) -> None:
     """Slurm itself warns, at its first look at the limit of a minute."""
     limits = ("experiment.runner.slurm.time_limit=1", "experiment.runner.slurm.signal_before=25")
-    check_requeued(run, start_demo(run, tmp_path, 2000, *limits), 2000)
+    check_requeued(run, start_demo(run, tmp_path, 600, *limits), 600)
