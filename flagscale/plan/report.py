@@ -83,6 +83,8 @@ def _cost_rows(plan: ExperimentPlan) -> list[tuple[str, str]]:
 
 def _grid(grid: Grid) -> str:
     degrees = " ".join(f"{axis}{getattr(grid, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+    if grid.ep > 1:
+        degrees += f" ep{grid.ep}"
     groups = ", ".join(f"{axis} groups {_groups(grid, axis)}" for axis in ("tp", "dp"))
     return f"{degrees}, ranks {grid.offset}..{grid.offset + grid.size - 1}; {groups}"
 
