@@ -30,7 +30,7 @@ from flagscale.plan.build import make_plan
 from flagscale.plan.flops import language_training_flops, vision_item_training_flops
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.platforms import Platform, get_platform
-from flagscale.train.build import TrainState, build
+from flagscale.train.build import build
 from flagscale.train.language import LossWeights
 from flagscale.train.step import StepReport, TrainStep
 
@@ -72,7 +72,9 @@ def variant_overrides(name: str) -> list[str]:
 
 def plan_of(options: argparse.Namespace, name: str) -> ExperimentPlan:
     """The plan of a variant; vision_micro_batch_size follows from the factor."""
-    overrides = [*options.overrides, *variant_overrides(name)]
+    # A variant's own overrides win over those for all; given twice, a key would be refused.
+    chosen = {text.split("=", 1)[0]: text for text in [*options.overrides, *variant_overrides(name)]}
+    overrides = list(chosen.values())
     factor = [int(text.split("=")[1]) for text in overrides if text.startswith("vit_batch_factor=")]
     overrides = [text for text in overrides if not text.startswith("vit_batch_factor=")]
     config = load(options.config_name, options.config_path, overrides).config
@@ -114,7 +116,7 @@ def run_round(measured: Measured, plan: ExperimentPlan, platform: Platform, opti
             measured.memory_gib = max(measured.memory_gib, torch.cuda.max_memory_allocated() / 2**30)
     finally:
         data.close()
-        release(state)
+        state.topology.destroy()
 
 
 def weights_of(plan: ExperimentPlan, data: DataPipeline, index: int) -> LossWeights:
@@ -143,10 +145,8 @@ def describe(measured: Measured, plan: ExperimentPlan, data: DataPipeline, index
     measured.visual_share = sum(item.num_tokens for item in items) / measured.num_tokens
 
 
-def release(state: TrainState) -> None:
-    """Frees a variant's memory before the next one is built."""
-    state.topology.destroy()
-    del state
+def free() -> None:
+    """Gives a finished round's memory back, its CUDA graph's pool included, before the next one is built."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -219,6 +219,7 @@ def main() -> int:
             dist.all_reduce(late, op=dist.ReduceOp.MAX)
             if not late.item():
                 run_round(results[name], plan_of(options, name), platform, options)
+                free()
                 if dist.get_rank() == 0:
                     save([m for m in results.values() if m.step_s], platform, world, options)
     dist.barrier()
