@@ -18,6 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from flagscale.platforms.transfer import to_device
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -35,7 +37,7 @@ class PackedSequences(PackedSeqParams):
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> PackedSequences:
         """Packs sequences of these lengths in this order."""
-        borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        borders = to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
         longest = max(lengths, default=0)
         return cls(
             qkv_format="sbhd",

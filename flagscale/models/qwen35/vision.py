@@ -20,6 +20,7 @@ from flagscale.config.schema import ModelConfig
 from flagscale.models.qwen35 import spec
 from flagscale.models.qwen35.attention import PackedSequences
 from flagscale.models.qwen35.rope import vision_angles
+from flagscale.platforms.transfer import to_device
 
 CHANNELS = 3
 
@@ -70,7 +71,7 @@ class VisionEncoder(MegatronModule):
         device, merge = self.position_table.device, self.model.vision_spatial_merge_size
         places = [_places(h, w, self.side, merge) for h, w in grid_hw]
         taps_P4, weights_P4, row_column_P2 = (
-            torch.cat(parts).to(device, non_blocking=True) for parts in zip(*places, strict=True)
+            to_device(torch.cat(parts), device) for parts in zip(*places, strict=True)
         )
         hidden_PE = self.patch_embed(pixels_PC.to(device, self.patch_embed.weight.dtype))
         hidden_PE = hidden_PE + self._position(taps_P4, weights_P4).to(hidden_PE.dtype)
