@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 RUN := $(PY) run.py --config-name qwen35_mimo
 ARGS ?=
 
-.PHONY: help setup demo test test-long bench-data lint clean
+.PHONY: help setup demo test test-long bench-data bench-gpu lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,11 @@ test-long: $(STAMP) ## run the tests that take minutes
 
 bench-data: $(STAMP) ## reading and decoding against a plain DataLoader; ARGS="--ranks 8"
 	$(PY) -m tools.bench.data $(ARGS)
+
+bench-gpu: ## unified against colocated on the GPUs of this host, with the Python that has torch; ARGS="--rounds 1"
+	python3 -m tools.bench.pictures data/bench
+	python3 -m torch.distributed.run --nproc_per_node 2 -m tools.bench.mimo --config-path examples/qwen35_mimo/conf \
+	  --config-name 4b_h200x2 --output outputs/bench $(ARGS)
 
 lint: $(STAMP) ## ruff and strict mypy
 	$(PY) -m ruff check .
