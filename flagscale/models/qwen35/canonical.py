@@ -22,6 +22,7 @@ EMBEDDING = TEXT + "embed_tokens.weight"
 NORMAL = "normal"  # mean 0, standard deviation model.init_method_std
 ZEROS = "zeros"
 ONES = "ones"
+TIME_STEP = "time_step"  # inverse softplus of a step drawn log-uniformly from 0.001 to 0.1, Gated DeltaNet's dt_bias
 DECAY = "decay"  # log of a uniform number between 0.01 and 16, transformers' start of A_log
 
 CHANNELS = 3
@@ -135,7 +136,7 @@ def _delta_net(layer: str, model: ModelConfig) -> Iterator[tuple[str, Canonical]
     yield layer + "linear_attn.in_proj_a.weight", Canonical((heads, width))
     yield layer + "linear_attn.conv1d.weight", Canonical((2 * keys + values, 1, model.linear_conv_kernel_dim))
     yield layer + "linear_attn.A_log", Canonical((heads,), DECAY)
-    yield layer + "linear_attn.dt_bias", Canonical((heads,), ONES)
+    yield layer + "linear_attn.dt_bias", Canonical((heads,), TIME_STEP)
     yield layer + "linear_attn.norm.weight", Canonical((model.linear_value_head_dim,), ONES)
     yield layer + "linear_attn.out_proj.weight", Canonical((width, values))
 

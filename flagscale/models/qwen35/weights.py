@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from flagscale.config.errors import UserError
 from flagscale.config.schema import ModelConfig
-from flagscale.models.qwen35.canonical import DECAY, NORMAL, ONES, Canonical, canonical_shapes, canonical_tensors
+from flagscale.models.qwen35.canonical import (
+    DECAY,
+    NORMAL,
+    ONES,
+    TIME_STEP,
+    Canonical,
+    canonical_shapes,
+    canonical_tensors,
+)
 from flagscale.models.qwen35.language import LanguageModel
 from flagscale.models.qwen35.mapping import ParameterMap, parameter_map
 
@@ -147,4 +156,9 @@ def _initial(name: str, tensor: Canonical, model: ModelConfig, seed: int, device
         return value.normal_(0.0, model.init_method_std, generator=generator)
     if tensor.init == DECAY:
         return value.uniform_(0.01, 16.0, generator=generator).log_()
+    if tensor.init == TIME_STEP:
+        # transformers starts dt_bias at 1, a placeholder for loaded weights: with A up to 16 the state then forgets within
+        # a token. Yang et al. (arXiv 2412.06464) take Mamba-2's start.
+        step = value.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+        return step + torch.log(-torch.expm1(-step))
     return value.fill_(1.0 if tensor.init == ONES else 0.0)
