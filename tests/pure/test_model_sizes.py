@@ -10,6 +10,7 @@ import yaml
 from flagscale.config.build import build_config
 from flagscale.config.rules import field_errors
 from flagscale.config.schema import Config, ModelConfig
+from flagscale.plan.flops import language_flops
 from flagscale.plan.layout import Grid
 from flagscale.plan.params import active_parameters, parameter_counts
 from flagscale.plan.rules import world_errors
@@ -53,9 +54,13 @@ def test_parameter_counts_are_those_of_the_table(size: str) -> None:
 
 
 @pytest.mark.parametrize("size", ACTIVE)
-def test_a_token_meets_as_many_parameters_as_the_name_says(size: str) -> None:
+def test_a_token_meets_as_many_parameters_and_flops_as_the_name_says(size: str) -> None:
     model = model_of(FOLDER / f"qwen35_{size}.yaml")
-    assert active_parameters(model) == pytest.approx(ACTIVE[size], rel=0.18)
+    active = active_parameters(model)
+    assert active == pytest.approx(ACTIVE[size], rel=0.18)
+    # Two FLOPs a parameter but the embedding's, which is looked up; the delta rule adds up to 3 %.
+    products = 2 * (active - model.vocab_size * model.hidden_size)
+    assert products <= language_flops(model, 1, 1) <= 1.04 * products
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
