@@ -14,6 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from flagscale.runner import processes
 from tests.runner.sshd import free_port
 
 CONFIG = """\
@@ -109,7 +110,12 @@ class SlurmCluster:
         with (self.folder / f"{program}{len(self._processes)}.out").open("wb") as output:
             self._processes.append(
                 subprocess.Popen(
-                    [found, *arguments], env=self.environment, stdout=output, stderr=output, start_new_session=True
+                    [found, *arguments],
+                    env=self.environment,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=processes.die_with_parent,  # a test session that is killed leaves no services
                 )
             )
 

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from flagscale.runner import processes
+
 SERVER = """\
 Port {port}
 ListenAddress {address}
@@ -73,7 +75,7 @@ class Servers:
         if private is not None:
             mount = f'mount -t tmpfs none {private} && exec "$@"'
             command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh", *command]
-        process = subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=processes.die_with_parent)
         server = Server(address=address, port=port, process=process)
         self.running.append(server)
         deadline = time.monotonic() + 20
