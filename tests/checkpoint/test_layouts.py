@@ -39,7 +39,8 @@ def plan_of(model: ModelConfig, world: int, pretrained: Path, exp_dir: Path, **k
     """A plan on `world` ranks that starts from `pretrained`."""
     shape = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     plan = make_plan(
-        4, **{**shape, "global_batch_size": 4, "seq_length": 32, "optimizer": OptimizerConfig(weight_decay=0.0), **keys}
+        world,
+        **{**shape, "global_batch_size": 4, "seq_length": 32, "optimizer": OptimizerConfig(weight_decay=0.0), **keys},
     )
     system = SystemConfig(checkpoint=CheckpointConfig(pretrained=str(pretrained)))
     experiment = dataclasses.replace(plan.config.experiment, exp_dir=str(exp_dir))
