@@ -54,7 +54,7 @@ def causal_conv1d(
         position_T = _position_in_sequence(cu_seqlens, x.shape[1])
         y = x.float() * weight[:, -1].float()
         for shift in range(1, taps):
-            shifted = functional.pad(x[:, :-shift], (0, 0, shift, 0)).float()
+            shifted = functional.pad(x, (0, 0, shift, 0))[:, : x.shape[1]].float()  # also of rows shorter than the taps
             inside = (position_T >= shift).to(shifted.dtype)[None, :, None]
             y = y + shifted * inside * weight[:, taps - 1 - shift].float()
         if bias is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flagscale.platforms.torch_kernels import causal_conv1d
 from tests.dist.pool import run_ranks
 from tests.models.ranks import full_step
 from tests.models.tiny import Batch, Piece, make_batch, random_weights, tiny_model
@@ -59,3 +60,14 @@ def test_packed_equals_one_by_one(layout: dict[str, int]) -> None:
         alone = sum(result["gradients"][name] for result in single)
         limit = 1e-4 if name.endswith(("A_log", "dt_bias")) else 1e-5
         assert (mine - alone).norm() <= limit * alone.norm(), (name, float((mine - alone).norm() / alone.norm()))
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [1, 1], [3, 1, 5]])
+def test_rows_may_be_shorter_than_the_convolution(lengths: list[int]) -> None:
+    """A replica without samples computes a row of a single padding token."""
+    generator = torch.Generator().manual_seed(1)
+    x_BTD, weight = torch.randn(1, sum(lengths), 6, generator=generator), torch.randn(6, 4, generator=generator)
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    packed, _ = causal_conv1d(x_BTD, weight, cu_seqlens=borders)
+    alone = [causal_conv1d(part, weight)[0] for part in x_BTD.split(lengths, dim=1)]
+    assert torch.allclose(packed, torch.cat(alone, dim=1), atol=1e-6)
