@@ -166,7 +166,9 @@ class SystemConfig:
         choices=("auto", "cpu", "cuda"),
     )
     bf16: bool = key(False, "compute in bfloat16 with fp32 master weights; false computes in fp32")
-    cuda_graph: bool = key(True, "on GPUs without pipeline stages, replay a microbatch of the language model as one CUDA graph")
+    cuda_graph: bool = key(
+        True, "on GPUs without pipeline stages, replay a microbatch of the language model as one CUDA graph"
+    )
     threads_per_rank: int | None = key(None, "CPU threads of a rank; null divides the cores by the ranks", minimum=1)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     logging: LoggingConfig = section(LoggingConfig)

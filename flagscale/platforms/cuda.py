@@ -15,7 +15,15 @@ from flagscale.config.errors import UserError
 from flagscale.platforms.platform import CUDA, Platform
 
 HOPPER = (9, 0)
-PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0}
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+}
 """Dense bf16 matrix TFLOP/s by the vendor's data sheets, by what the device's name contains; the first match counts."""
 
 

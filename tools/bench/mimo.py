@@ -161,23 +161,36 @@ def table(results: list[Measured], platform: Platform, world: int, peak: float |
         "|" + "---|" * 13,
     ]
     for m in results:
-        tflops = m.flops / m.median_s / world / 1e12
-        phases = {name: 1e3 * statistics.median(p.get(name, 0.0) for p in m.phase_s) for name in m.phase_s[-1]}
-        difference = loss_difference(m, first)
-        lines.append(
-            f"| {m.name} | {1e3 * m.median_s:.0f} ({1e3 * min(m.step_s):.0f}-{1e3 * max(m.step_s):.0f}) | {tflops:.1f} "
-            f"| {100 * (first.median_s / m.median_s - 1):+.1f} % | {f'{100 * tflops * 1e12 / peak:.1f} %' if peak else '-'} "
-            f"| {phases.get('vision_forward', 0) + phases.get('vision_backward', 0):.0f} | {phases.get('exchange', 0):.0f} "
-            f"| {phases.get('language', 0):.0f} | {phases.get('reduce', 0) + phases.get('optimizer', 0):.0f} "
-            f"| {1e3 * statistics.median(m.data_wait_s):.1f} | {max(m.load_max_over_mean):.3f} | {m.memory_gib:.1f} "
-            f"| {difference} |"
-        )
+        lines.append(row(m, first, world, peak))
     lines += [
         "",
         f"{platform.description}; {world} ranks; visual tokens {100 * first.visual_share:.1f} %, ViT "
         f"{100 * first.vision_flops / first.flops:.1f} % of the model FLOPs, {first.num_tokens} tokens a step",
     ]
     return "\n".join(lines)
+
+
+def row(m: Measured, first: Measured, world: int, peak: float | None) -> str:
+    """One variant's line of the table."""
+    rate = m.flops / m.median_s / world
+    phases = {name: 1e3 * statistics.median(p.get(name, 0.0) for p in m.phase_s) for name in m.phase_s[-1]}
+    encoder, rest = (
+        phases.get("vision_forward", 0) + phases.get("vision_backward", 0),
+        phases.get("reduce", 0) + phases.get("optimizer", 0),
+    )
+    cells = [
+        m.name,
+        f"{1e3 * m.median_s:.0f} ({1e3 * min(m.step_s):.0f}-{1e3 * max(m.step_s):.0f})",
+        f"{rate / 1e12:.1f}",
+        f"{100 * (first.median_s / m.median_s - 1):+.1f} %",
+        f"{100 * rate / peak:.1f} %" if peak else "-",
+        *(f"{value:.0f}" for value in (encoder, phases.get("exchange", 0), phases.get("language", 0), rest)),
+        f"{1e3 * statistics.median(m.data_wait_s):.1f}",
+        f"{max(m.load_max_over_mean):.3f}",
+        f"{m.memory_gib:.1f}",
+        loss_difference(m, first),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def loss_difference(measured: Measured, first: Measured) -> str:

@@ -24,7 +24,7 @@ from sklearn.datasets import load_sample_images
 SIDE_OF_TOKEN = 32  # pixels: 16 a patch, 2 x 2 patches merged
 MEDIAN_TOKENS, SIGMA = 340, 0.6  # of a picture
 SMALLEST, LARGEST = 64, 1024  # tokens of a picture
-WORDS = "the a of on in near under red green small large tower flower roof leaf petal sky stone wall light shadow".split()
+WORDS = ("the", "of", "near", "under", "red", "green", "small", "large", "tower", "roof", "leaf", "stone", "light")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

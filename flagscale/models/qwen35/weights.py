@@ -157,8 +157,8 @@ def _initial(name: str, tensor: Canonical, model: ModelConfig, seed: int, device
     if tensor.init == DECAY:
         return value.uniform_(0.01, 16.0, generator=generator).log_()
     if tensor.init == TIME_STEP:
-        # transformers starts dt_bias at 1, a placeholder for loaded weights: with A up to 16 the state then forgets within
-        # a token. Yang et al. (arXiv 2412.06464) take Mamba-2's start.
+        # transformers starts dt_bias at 1, a placeholder for loaded weights: with A up to 16 the state then forgets
+        # within a token. Yang et al. (arXiv 2412.06464) take Mamba-2's start.
         step = value.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
         return step + torch.log(-torch.expm1(-step))
     return value.fill_(1.0 if tensor.init == ONES else 0.0)
