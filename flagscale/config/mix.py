@@ -50,7 +50,7 @@ def _is_number(value: Any) -> bool:
 
 def weight_at(points: Points, step: int) -> float:
     """The weight at a step."""
-    after = bisect_right(points, step, key=lambda point: point[0])
+    after = bisect_right([start for start, _ in points], float(step))
     if after == 0:
         return points[0][1]
     if after == len(points):
