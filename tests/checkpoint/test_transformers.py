@@ -77,7 +77,7 @@ for command in {commands!r}:
 
 
 def test_memory_stays_at_about_a_shard(tmp_path: Path) -> None:
-    model = tiny_model(num_layers=8, hidden_size=512, ffn_hidden_size=5120)
+    model = tiny_model(num_layers=8, hidden_size=512, ffn_hidden_size=5632)
     hf, mcore, back = tmp_path / "hf", tmp_path / "mcore", tmp_path / "back"
     shard = 16 * MIB
     config = write_yaml(tmp_path, model)

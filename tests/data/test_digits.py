@@ -73,8 +73,8 @@ def test_pictures_have_many_sizes_within_bounds(digits: Path) -> None:
         with Image.open(path) as image:
             sizes.add(image.size)
     assert all(64 <= side <= 160 for size in sizes for side in size)
-    assert len(sizes) > 200
-    assert len({width * height for width, height in sizes}) > 200
+    assert len(sizes) > 100
+    assert len({round(width / 32) * round(height / 32) for width, height in sizes}) >= 6  # visual tokens
 
 
 def test_both_forms_are_written_and_every_sample_fits(digits: Path) -> None:
@@ -111,7 +111,7 @@ def test_nothing_is_written_twice_or_over_something_else(
 
 
 def test_pictures_are_used_equally_often() -> None:
-    pictures = [make_digits.Picture(f"{i}.png", i % 10, 4 + i % 22) for i in range(50)]
+    pictures = [make_digits.Picture(f"{i}.png", i % 10, 4 + i % 13) for i in range(50)]
     dealer = make_digits.PictureDealer(pictures, random.Random(0))
     taken = [dealer.take(count) for count in [3, 2, 1] * 100]
     assert all(sum(picture.num_tokens for picture in group) <= make_digits.MAX_IMAGE_TOKENS for group in taken)

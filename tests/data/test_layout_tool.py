@@ -17,6 +17,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         f"data.train_path={source}", "data.valid_path=null", "model.eval_interval=null", "data.min_pixels=4096",
         "data.max_pixels=25600", "model.seq_length=256",
+        "data.packing=none", "model.global_batch_size=32",
     ]  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def test_initial_weights_do_not_depend_on_the_layout() -> None:
 
 
 def test_initial_weights_are_those_that_transformers_would_take() -> None:
-    """Constants equal, random ones of the configured spread; the seed matters."""
+    """Constants equal, random ones of the configured spread, but for the time steps; the seed matters."""
     from transformers import Qwen3_5ForConditionalGeneration
 
     from tests.models.tiny import hf_config
@@ -51,7 +51,12 @@ def test_initial_weights_are_those_that_transformers_would_take() -> None:
     held = run_ranks(1, held_weights, model, None, LAYOUTS[0])[0]
     other = run_ranks(1, held_weights, tiny_model(seed=model.seed + 1), None, LAYOUTS[0])[0]
     for name, theirs in Qwen3_5ForConditionalGeneration(hf_config(model)).named_parameters():
-        if theirs.std() == 0:
+        if name.endswith("dt_bias"):
+            # theirs is 1, a placeholder for loaded weights; ours is the inverse softplus of steps from 0.001 to 0.1
+            steps = torch.nn.functional.softplus(held[name])
+            assert ((steps >= 0.999e-3) & (steps <= 1.001e-1)).all(), name
+            assert not torch.equal(held[name], other[name])
+        elif theirs.std() == 0:
             assert torch.equal(held[name], theirs.float()), name
         elif name.endswith("A_log"):
             assert held[name].max() <= torch.tensor(16.0).log()

@@ -24,7 +24,7 @@ BASE = "defaults: [/qwen35_mimo, _self_]\n"
 def test_default_configuration_is_the_documented_layout() -> None:
     model = load("qwen35_mimo").config.model
     assert (model.tensor_model_parallel_size, model.vision_tensor_model_parallel_size) == (2, 1)
-    assert (model.micro_batch_size, model.vision_micro_batch_size, model.global_batch_size) == (2, 4, 32)
+    assert (model.micro_batch_size, model.vision_micro_batch_size, model.global_batch_size) == (2, 4, 16)
 
 
 @pytest.mark.parametrize("head", ["", BASE])
@@ -204,7 +204,7 @@ def test_a_section_without_keys_and_hydras_own_section(project: Project) -> None
 def test_history_tells_which_file_set_a_key(project: Project) -> None:
     loaded = project.load(BASE + "model: {seq_length: 64}\n", "model.seq_length=32")
     sources = [(setting.value, Path(setting.source).name) for setting in loaded.history["model.seq_length"]]
-    assert sources == [(128, "qwen35_mimo.yaml"), (64, "mine.yaml"), (32, "command line")]
+    assert sources == [(96, "qwen35_mimo.yaml"), (64, "mine.yaml"), (32, "command line")]
 
 
 class TestPaths:

@@ -56,7 +56,7 @@ def test_default_plan_is_the_documented_example() -> None:
     assert (plan.layout, plan.world_size) == ("colocated", 4)
     assert (plan.vision, plan.language) == (Grid(tp=1, dp=4), Grid(tp=2, dp=2))
     assert plan.batch.vit_batch_factor == 4
-    assert (plan.batch.num_microbatches, plan.batch.macro_batches) == (8, (4, 4))
+    assert (plan.batch.num_microbatches, plan.batch.macro_batches) == (4, (4,))
 
 
 def test_the_reference_layout_on_eight_ranks() -> None:
@@ -157,7 +157,7 @@ class TestFile:
         tree = make_plan(DEFAULT, lambda *_: ["python", "a b.py"]).to_tree()
         assert json.loads(json.dumps(tree)) == tree
         assert (tree["world_size"], tree["layout"], tree["vit_batch_factor"]) == (4, "colocated", 4)
-        assert (tree["num_microbatches"], tree["macro_batches"], tree["global_batch_size"]) == (8, [4, 4], 32)
+        assert (tree["num_microbatches"], tree["macro_batches"], tree["global_batch_size"]) == (4, [4], 16)
         assert tree["command"] == ["python", "a b.py"]
         assert tree["command_line"] == "python 'a b.py'"
         language = tree["modules"]["language"]
@@ -314,7 +314,7 @@ class TestDryrun:
             env={**os.environ, "PYTHONPATH": str(shipped_folder().parent)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        for text in ("vision grid", "tp1 cp1 dp4", "4 = (vision dp 4 x", "8 = 32 / (2 x 2)", "torch.distributed.run"):
+        for text in ("vision grid", "tp1 cp1 dp4", "4 = (vision dp 4 x", "4 = 16 / (2 x 2)", "torch.distributed.run"):
             assert text in done.stdout
         folder = project.folder / "exp"
         assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
@@ -330,7 +330,7 @@ class TestDryrun:
             "data.tokenizer.path=.": "data.tokenizer.path: no effect",
             "model.mtp_num_layers=0": "model.mtp_loss_scaling_factor: no effect",
             "model.eval_interval=null": "model.eval_iters: no effect",
-            "model.vision_micro_batch_size=16": "vit_batch_factor 16 exceeds the 8 microbatches",
+            "model.vision_micro_batch_size=16": "vit_batch_factor 16 exceeds the 4 microbatches",
         }
         for override, note in cases.items():
             assert project.run(override) == 0
