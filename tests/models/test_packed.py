@@ -13,7 +13,7 @@ from tests.dist.pool import run_ranks
 from tests.models.ranks import full_step
 from tests.models.tiny import Batch, Piece, make_batch, random_weights, tiny_model
 
-SAMPLES: list[list[Piece]] = [[5, (4, 6), 7], [66], [3, (2, 2), 4], [1], [(2, 4), 67]]
+SAMPLES: list[list[Piece]] = [[5, (4, 6), 7], [70], [3, (2, 2), 4], [1], [(2, 4), 67]]
 
 
 def packed_batch(batches: list[Batch]) -> tuple[Batch, list[int]]:

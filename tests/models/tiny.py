@@ -180,7 +180,7 @@ def random_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in canonical_tensors(model).items():
         noise = torch.randn(tensor.shape, generator=generator) * model.init_method_std
-        weights[name] = noise + (1.0 if tensor.init == "ones" else 0.0)
+        weights[name] = noise + (1.0 if tensor.init in ("ones", "time_step") else 0.0)
     return weights
 
 
