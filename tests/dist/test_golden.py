@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flagscale.train.metrics import read_metrics
-from tests.dist.pool import end_ranks, run_ranks
+from tests.dist.pool import run_ranks, shared_pool
 from tests.dist.test_training import plan_of, train
 from tools.data import make_digits
 
@@ -43,4 +43,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         lines = ",\n".join(json.dumps(values) for values in measure(Path(scratch)))
     GOLDEN.write_text(f"[\n{lines}\n]\n")
-    end_ranks()
+    shared_pool().end()
