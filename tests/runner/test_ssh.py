@@ -206,7 +206,7 @@ def test_host_without_the_shared_folder(tmp_path: Path, servers: Servers, cluste
     )
     assert code == 0, output
     assert "iteration 480/480" in output
-    assert len((cluster.exp_dir / "metrics.jsonl").read_text().splitlines()) == 300
+    assert len((cluster.exp_dir / "metrics.jsonl").read_text().splitlines()) == 480
     assert not list(cluster.exp_dir.glob("nodes/*")), "the host's files stay on the host"
 
 
