@@ -7,7 +7,7 @@ import os
 # Before anything imports torch: test processes share few cores, and thread pools that compete for them stall.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hypothesis import settings  # noqa: E402 - after the variable above
+from hypothesis import settings
 
 # A property is about values, not about how long a shared machine takes over one example.
 settings.register_profile("shared-machine", deadline=None)
