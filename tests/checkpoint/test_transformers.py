@@ -98,7 +98,11 @@ def test_memory_stays_at_about_a_shard(tmp_path: Path) -> None:
         ["mcore-to-hf", *config, "--mcore", str(mcore), "--out", str(back), "--shard-size", str(shard / 2**30)],
     ]
     run = subprocess.run(
-        [sys.executable, "-c", PEAK.format(warm_up=warm_up, commands=commands)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PEAK.format(warm_up=warm_up, commands=commands)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     peaks = [int(peak) for peak in re.findall(r"peak (-?\d+)", run.stdout)]
