@@ -195,7 +195,11 @@ def test_missing_programs(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["experiment.exp_dir=/proc/x", "action=run"], ["experiment.exp_dir"]),
+        # Any file passes for data here: the folder is refused before a sample is read.
+        (
+            ["experiment.exp_dir=/proc/x", f"data.train_path={__file__}", f"data.valid_path={__file__}"],
+            ["experiment.exp_dir", "cannot be written"],
+        ),
         (["model.lr=x"], ["must be a number"]),
         (["--config-name", "nothing"], ["no such file"]),
         (["--no-such-option"], ["unrecognized arguments"]),
