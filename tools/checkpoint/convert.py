@@ -101,7 +101,9 @@ def mcore_to_hf(model: ModelConfig, mcore: Path, out: Path, original: Path | Non
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for stored, parts in reader.parameters(model):
-                for name, tensor in stored.to_canonical(parts, shapes).items():
+                canonical = stored.to_canonical(parts, shapes)
+                del parts  # what follows may write a shard; the rows need not wait for it
+                for name, tensor in canonical.items():
                     report(tensor.nbytes)
                     yield name, cast(name, tensor)
 

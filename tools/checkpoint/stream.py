@@ -8,6 +8,7 @@ tensors are fetched while the file is written.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from flagscale.config.schema import ModelConfig
 from flagscale.models.qwen35.stored import Stored, stored_parameters
@@ -50,9 +54,7 @@ def write_checkpoint(
         done: told the bytes of each parameter.
     """
     planner = _StreamingPlanner(list(stored_parameters(model)), get, dtype_of, done)
-    # Neither a second thread nor copying ahead: both would fetch tensors before they are written.
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
-    dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    dcp.save({}, storage_writer=_StreamingWriter(folder), planner=planner, no_dist=True)
     strategy = TorchDistSaveShardedStrategy()
     save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
 
@@ -102,6 +104,33 @@ class _Reader(FileSystemReader):
         if self._contents is None:
             self._contents = super().read_metadata(*args, **kwargs)
         return self._contents
+
+
+class _StreamingWriter(FileSystemWriter):
+    """Writes all items into one file and keeps none.
+
+    The class above it remembers every tensor of a file until the file is closed, for a format that is not used here
+    (torch 2.11 to 2.14, `tensor_dict` in `_write_files_from_queue`): the whole model would be in memory.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """One file in the order of the plan; a result holds where an item lies in it."""
+        name, results = "__0_0.distcp", []
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            for item in plan.items:
+                start = stream.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, Tensor):
+                    torch.save(_compact(data), stream)
+                else:
+                    stream.write(data.getbuffer())
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
 
 
 class _StreamingPlanner(SavePlanner):
@@ -154,11 +183,16 @@ class _StreamingPlanner(SavePlanner):
         index = write_item.index
         stored, part = self._sources[MetadataIndex(index.fqn, index.offset)]
         if self._current[0] is not stored:
-            parts = stored.from_canonical(self._get)
-            self._current = stored, parts
-            self._done(sum(tensor.nbytes for tensor in parts))
+            self._current = None, []  # so that two parameters are never held at once
+            self._current = stored, stored.from_canonical(self._get)
+            self._done(sum(tensor.nbytes for tensor in self._current[1]))
         tensor = self._current[1][part].contiguous()
         return tensor if stored.slot is None else tensor.unsqueeze(0)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor with a storage of its own size: `torch.save` writes all of a storage, here a mapped file."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _write_item(

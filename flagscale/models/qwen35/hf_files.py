@@ -201,9 +201,9 @@ def stored_form(tensors: Iterable[tuple[str, Tensor]], packed: dict[str, int]) -
         prefix, count = match[1], packed[match[1]]
         if match[3] == "down_proj" and len(parts) == count:
             yield prefix + "down_proj", torch.stack(waiting.pop(prefix + "down_proj"))
-        gate, up = waiting.get(prefix + "gate_proj", []), waiting.get(prefix + "up_proj", [])
-        if len(gate) == len(up) == count:
-            both = (torch.cat(pair) for pair in zip(gate, up, strict=True))
-            yield prefix + "gate_up_proj", torch.stack(list(both))
+        halves = waiting.get(prefix + "gate_proj", []), waiting.get(prefix + "up_proj", [])
+        if len(halves[0]) == len(halves[1]) == count:
             del waiting[prefix + "gate_proj"], waiting[prefix + "up_proj"]
+            both = torch.cat([half for pair in zip(*halves, strict=True) for half in pair])
+            yield prefix + "gate_up_proj", both.view(count, -1, both.shape[1])
     assert not waiting, sorted(waiting)
