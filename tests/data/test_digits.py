@@ -83,7 +83,7 @@ def test_both_forms_are_written_and_every_sample_fits(digits: Path) -> None:
     for split in ("train", "valid", "valid_mixed"):
         config = make_config(digits / f"{split}.jsonl")
         with SampleIndex.open(open_source(config, config.data.train_path)) as index:
-            index.check_lengths(96)
+            index.check_lengths(144)
             read = [index.read(i) for i in range(0, len(index), 97)]
         assert all(text.encoded.num_loss_tokens >= 2 for text in read)
 

@@ -67,7 +67,7 @@ RULES = [
     (["data.max_pixels=1000", "data.min_pixels=1000"], ["at least 1024"]),
     (["model.min_lr=1"], ["at most lr"]),
     (["model.adam_beta2=1"], ["below 1"]),
-    (["model.lr_warmup_iters=480"], ["below lr_decay_iters 480"]),
+    (["model.lr_warmup_iters=240"], ["below lr_decay_iters 240"]),
     (["model.freeze_vision=true", "model.freeze_merger=true", "model.freeze_language=true"], ["nothing to train"]),
     (["data.valid_path=null"], ["eval_interval = 160", "valid_path is null"]),
     (["data.tokenizer.type=hf"], ["tokenizer.path = null"]),

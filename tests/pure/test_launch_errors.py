@@ -132,7 +132,7 @@ RUNNERS = [
     (["experiment.node_envs={a: {B C: 3}}"], ["experiment.node_envs.a", "'B C'"]),
     (["experiment.profile.start=3"], ["profile.stop = null", "give both or none"]),
     (["experiment.profile.start=3", "experiment.profile.stop=2"], ["stop = 2", "at least start 3"]),
-    (["experiment.profile.start=3", "experiment.profile.stop=3000"], ["at most train_iters 480"]),
+    (["experiment.profile.start=3", "experiment.profile.stop=3000"], ["at most train_iters 240"]),
     (["experiment.profile.start=0", "experiment.profile.stop=2"], ["must be at least 1"]),
     (["action=auto_tune"], ["auto_tune", "does not exist yet", "-m model.vision_micro_batch_size=2,4,8"]),
 ]  # fmt: skip

@@ -83,7 +83,7 @@ def test_two_nodes_end_well_and_are_followed(run: Run) -> None:
     code, output = run.run()
     assert code == 0, output
     assert "job 1 on n[1-2], requeued 0 times" in output
-    assert "iteration 480/480" in output
+    assert "iteration 240/240" in output
     assert "COMPLETED on n[1-2]" in output
     ranks = [path.read_text() for path in run.exp_dir.glob("nodes/n?/logs/*/attempt_0/*/stdout.log")]
     assert sorted(ranks) == [f"rank {rank} of 4 is done\n" for rank in range(4)]

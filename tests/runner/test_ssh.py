@@ -101,7 +101,7 @@ def test_two_hosts_end_well_and_are_heard(cluster: Cluster) -> None:
         **{"+experiment.envs.SECRET": "'a b $c'"}, experiment__node_envs="{127.0.0.3: {WHERE: three}}"
     )
     assert code == 0, output
-    assert "iteration 480/480" in output
+    assert "iteration 240/240" in output
     for host in ("127.0.0.2", "127.0.0.3"):
         for local_rank in (0, 1):
             assert f"[{host}:{local_rank}] rank " in output
@@ -128,7 +128,7 @@ def test_background_job_is_queried_and_stopped_on_all_hosts(cluster: Cluster) ->
     wait_for(cluster, None, 4)
     output = cluster.run(action="query")[1]
     assert output.count("running since") == 3, "the launcher and both hosts"
-    assert "iteration 480/480" in output
+    assert "iteration 240/240" in output
     code, output = cluster.run()
     assert (code, "a job runs in this folder" in output) == (2, True)
     for words in ("stopped", "nothing to stop"):
@@ -205,8 +205,8 @@ def test_host_without_the_shared_folder(tmp_path: Path, servers: Servers, cluste
         experiment__runner__no_shared_fs="true",
     )
     assert code == 0, output
-    assert "iteration 480/480" in output
-    assert len((cluster.exp_dir / "metrics.jsonl").read_text().splitlines()) == 480
+    assert "iteration 240/240" in output
+    assert len((cluster.exp_dir / "metrics.jsonl").read_text().splitlines()) == 240
     assert not list(cluster.exp_dir.glob("nodes/*")), "the host's files stay on the host"
 
 

@@ -5,7 +5,7 @@
 The scans are scikit-learn's `load_digits` (1797 real 8x8 scans, UCI Optical Recognition of Handwritten Digits). Each
 becomes PNG files of 64 to 160 pixels a side. A scan is trained on or held out, never both. `valid.jsonl` asks for each
 held-out scan once, alone; `valid_mixed.jsonl` asks about the same scans as training does: samples have no image, 1, 2
-or 3. They are written in ShareGPT form, every fourth in OpenAI form.
+or 3, in one turn or one a turn. They are written in ShareGPT form, every fourth in OpenAI form.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,12 @@ FILLED = (0.97, 1.0)  # share of each side that the digit takes
 SMALL_OFTEN = 6  # power on a uniform draw: most pictures are near the smallest side, so that a run is quick
 HELD_OUT = 297  # scans, of 1797
 RENDERINGS = 3  # files of a training scan; a held-out one has a single file
-MAX_IMAGE_TOKENS = 32  # of a sample, at 32 x 32 pixels a token: keeps every sample at 96 tokens or less
+MAX_IMAGE_TOKENS = 32  # of a sample, at 32 x 32 pixels a token: keeps every sample at 144 tokens or less
 NUM_TRAIN = 6000
-SHARES = ((1, 0.4), (2, 0.2), (3, 0.3), (0, 0.1))  # images of a training sample, and how often
-NUM_VALID_MIXED = {1: 40, 2: 40, 3: 20, 0: 20}  # images of a sample, and how many samples
+# Images of each turn of a sample, and how often among training samples. Most have a picture in each of three turns:
+# three answers cost a step little more than one, and the model learns to read in a third of the steps.
+SHARES = (((1, 1, 1), 0.7), ((1,), 0.1), ((2,), 0.05), ((3,), 0.1), ((0,), 0.05))
+NUM_VALID_MIXED = {(1, 1, 1): 40, (1,): 20, (2,): 20, (3,): 20, (0,): 20}  # images of each turn, and samples
 # Short, so that the pictures are a good part of what the one attention layer looks at.
 ONE = ("Which digit?", "What is it?", "Read it.")
 SEVERAL = ("Which digits, left to right?", "Read them.")
@@ -50,6 +53,15 @@ class Picture:
     name: str
     digit: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question with an `<image>` mark for each of its pictures, and its answer."""
+
+    text: str
+    answer: str
+    pictures: list[Picture]
 
 
 def render(scan: np.ndarray, rng: np.random.Generator) -> Image.Image:
@@ -84,20 +96,20 @@ def write_pictures(folder: Path, split: str, scans: np.ndarray, digits: np.ndarr
     return pictures
 
 
-def text_sample(rng: random.Random) -> tuple[str, str]:
+def text_turn(rng: random.Random) -> Turn:
     """A question about digits that needs no picture, and its answer."""
     digit = rng.randrange(10)
     if rng.random() < 0.5:
-        return f"What comes after {digit}?", str(digit + 1)
-    return f"What comes before {digit + 1}?", str(digit)
+        return Turn(f"What comes after {digit}?", str(digit + 1), [])
+    return Turn(f"What comes before {digit + 1}?", str(digit), [])
 
 
-def picture_sample(pictures: list[Picture], rng: random.Random) -> tuple[str, str]:
+def picture_turn(pictures: list[Picture], rng: random.Random) -> Turn:
     """A question about these pictures, their marks before or after it, and its answer."""
     marks = "<image>" * len(pictures)
     question = rng.choice(ONE if len(pictures) == 1 else SEVERAL)
-    text = f"{question}{marks}" if rng.random() < 0.25 else f"{marks}{question}"
-    return text, " ".join(str(picture.digit) for picture in pictures)
+    text = f"{question}{marks}" if rng.random() < 0.8 else f"{marks}{question}"
+    return Turn(text, " ".join(str(picture.digit) for picture in pictures), pictures)
 
 
 class PictureDealer:
@@ -124,41 +136,52 @@ class PictureDealer:
         return taken
 
 
-def as_line(number: int, split: str, text: str, answer: str, pictures: list[Picture]) -> str:
+def as_line(number: int, split: str, turns: list[Turn]) -> str:
     """A sample as JSON: ShareGPT form, every fourth in OpenAI form."""
-    names = [picture.name for picture in pictures]
     sample_id = f"{split}-{number:05d}"
     if number % 4 != 3:
-        turns = [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]
-        return json.dumps({"id": sample_id, "conversations": turns, "images": names})
-    parts: list[dict[str, str]] = []
-    remaining = iter(names)
-    for i, chunk in enumerate(text.split("<image>")):
-        if i:
-            parts.append({"type": "image", "image": next(remaining)})
-        if chunk:
-            parts.append({"type": "text", "text": chunk})
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        said = [(who, text) for turn in turns for who, text in (("human", turn.text), ("gpt", turn.answer))]
+        conversations = [{"from": who, "value": text} for who, text in said]
+        names = [picture.name for turn in turns for picture in turn.pictures]
+        return json.dumps({"id": sample_id, "conversations": conversations, "images": names})
+    messages: list[dict[str, object]] = []
+    for turn in turns:
+        messages.append({"role": "user", "content": _parts(turn)})
+        messages.append({"role": "assistant", "content": turn.answer})
     return json.dumps({"id": sample_id, "messages": messages})
 
 
-def write_samples(folder: Path, split: str, counts: list[int], pictures: list[Picture], seed: int) -> None:
-    """Write `split.jsonl`; `counts[i]` is the number of images of sample i."""
+def _parts(turn: Turn) -> list[dict[str, str]]:
+    """The question in OpenAI form: a part for each piece of text and each picture."""
+    parts: list[dict[str, str]] = []
+    for piece in re.split("(<image>)", turn.text):
+        if piece == "<image>":
+            name = turn.pictures[sum(part["type"] == "image" for part in parts)].name
+            parts.append({"type": "image", "image": name})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def write_samples(folder: Path, split: str, shapes: list[tuple[int, ...]], pictures: list[Picture], seed: int) -> None:
+    """Write `split.jsonl`; `shapes[i]` is the number of images in each turn of sample i."""
     rng = random.Random(f"{seed}-{split}")
     dealer = PictureDealer(pictures, rng)
     lines = []
-    for number, count in enumerate(counts):
-        taken = dealer.take(count)
-        text, answer = picture_sample(taken, rng) if taken else text_sample(rng)
-        lines.append(as_line(number, split, text, answer, taken))
+    for number, shape in enumerate(shapes):
+        taken, turns = dealer.take(sum(shape)), []
+        for count in shape:
+            shown, taken = taken[:count], taken[count:]
+            turns.append(picture_turn(shown, rng) if shown else text_turn(rng))
+        lines.append(as_line(number, split, turns))
     (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_held_out(folder: Path, scans: np.ndarray, digits: np.ndarray, seed: int) -> None:
     """Write the pictures of the held-out scans, `valid.jsonl` and `valid_mixed.jsonl`."""
     pictures = write_pictures(folder, "valid", scans, digits, seed)
-    write_samples(folder, "valid", [1] * len(pictures), pictures, seed)
-    mixed = [count for count, repeats in NUM_VALID_MIXED.items() for _ in range(repeats)]
+    write_samples(folder, "valid", [(1,)] * len(pictures), pictures, seed)
+    mixed = [shape for shape, repeats in NUM_VALID_MIXED.items() for _ in range(repeats)]
     write_samples(folder, "valid_mixed", mixed, pictures, seed)
 
 
@@ -178,9 +201,9 @@ def make(folder: Path, seed: int, num_train: int) -> bool:
     order = np.random.default_rng(seed).permutation(len(scans))
     held_out, trained = order[:HELD_OUT], order[HELD_OUT:]
     rng = random.Random(seed)
-    train_counts = rng.choices([n for n, _ in SHARES], [share for _, share in SHARES], k=num_train)
+    shapes = rng.choices([shape for shape, _ in SHARES], [share for _, share in SHARES], k=num_train)
     pictures = write_pictures(building, "train", scans[trained], digits[trained], seed)
-    write_samples(building, "train", train_counts, pictures, seed)
+    write_samples(building, "train", shapes, pictures, seed)
     write_held_out(building, scans[held_out], digits[held_out], seed)
     (building / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
