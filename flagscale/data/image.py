@@ -1,21 +1,20 @@
-"""Image files to patches, through transformers' own image processor, and their patch grid from the file header alone.
+"""Image files to patches, and their patch grid from the file header alone.
 
-Legend: P patches of one image, in merge-block order (grid_h/m, grid_w/m, m, m); D = 3 * temporal * patch * patch values
-of a patch (channel, temporal, row, column).
+Legend: P patches of one image and D values of a patch, in the order of `patchify.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from flagscale.data.patchify import patchify, resized
 from flagscale.data.records import SampleError
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from flagscale.config.schema import Config
 
-NORMALISATION = 0.5  # mean and standard deviation of every channel in the released models' preprocessor
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSED = frozenset({5, 6, 7, 8})  # EXIF orientations that exchange width and height
 
@@ -84,10 +82,8 @@ class ImageSettings:
         """
         if min(width, height) < 1:
             raise SampleError(f"has an image of {width}x{height} pixels; remove it")
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
         try:
-            resized_h, resized_w = smart_resize(
+            resized_h, resized_w = resized(
                 height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
             )
         except ValueError:
@@ -104,7 +100,6 @@ class ImageReader:
         self.settings = settings
         self.decoded = 0
         self.bytes_read = 0
-        _processor(settings)  # here, not in a worker thread: it imports transformers
 
     def size(self, file: Path | bytes) -> tuple[int, int]:
         """(width, height) in pixels, upright, from the header. Raises SampleError."""
@@ -137,10 +132,8 @@ class ImageReader:
 
 def patches(rgb: Image.Image, settings: ImageSettings) -> tuple[np.ndarray, tuple[int, int]]:
     """Patches float32 [P, D] of an upright RGB image, and its grid (grid_h, grid_w). Raises SampleError."""
-    settings.grid(*rgb.size)
-    output = _processor(settings)(rgb, return_tensors="np")
-    _, grid_h, grid_w = output["image_grid_thw"][0]
-    return output["pixel_values"], (int(grid_h), int(grid_w))
+    grid = settings.grid(*rgb.size)
+    return patchify(rgb, grid, settings.patch_size, settings.merge_size, settings.temporal_patch_size), grid
 
 
 @contextlib.contextmanager
@@ -165,19 +158,3 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     return int(image.getexif().get(_EXIF_ORIENTATION, 1))
-
-
-@functools.cache
-def _processor(settings: ImageSettings) -> Any:
-    """The library's processor; its PIL form, which needs no torchvision and resizes as the released models' do."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil(
-        size={"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
-        patch_size=settings.patch_size,
-        temporal_patch_size=settings.temporal_patch_size,
-        merge_size=settings.merge_size,
-        image_mean=[NORMALISATION] * 3,
-        image_std=[NORMALISATION] * 3,
-    )
-

@@ -55,6 +55,11 @@ def _disable_compilation() -> None:
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # read when torch._dynamo is imported
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
+        return
+    # torch.optim's methods load Dynamo, 1 s of CPU time, to be left out by it; where nothing compiles they are called.
+    for name, method in list(vars(torch.optim.Optimizer).items()):
+        if getattr(method, "__globals__", {}).get("__name__") == "torch._compile":
+            setattr(torch.optim.Optimizer, name, method.__wrapped__)
 
 
 class IdleStream:

@@ -22,7 +22,7 @@ class Reporter:
     """
 
     def __init__(self, plan: ExperimentPlan, exp_dir: Path, resumed_at: int) -> None:
-        logging = plan.config.system.logging
+        self._plan, self._exp_dir = plan, exp_dir
         (exp_dir / "logs").mkdir(parents=True, exist_ok=True)
         path = exp_dir / "metrics.jsonl"
         kept = [line for line in _lines(path) if json.loads(line)["iteration"] <= resumed_at]
@@ -31,18 +31,29 @@ class Reporter:
         temporary.replace(path)
         self._file = path.open("a", buffering=1)
         self._console = (exp_dir / "logs" / "console.log").open("a", buffering=1)
-        self._tensorboard = _tensorboard(exp_dir / "tensorboard") if logging.tensorboard else None
-        self._wandb = _wandb(plan, exp_dir) if logging.wandb else None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        self._is_tracked = False
 
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line; `values` holds `iteration` and numbers or lists."""
         self._file.write(json.dumps(values) + "\n")
+        if not self._is_tracked:
+            self._open_trackers()
         scalars = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "iteration"}
         if self._tensorboard is not None:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, values["iteration"])
         if self._wandb is not None:
             self._wandb.log(scalars, step=values["iteration"])
+
+    def _open_trackers(self) -> None:
+        """Opens TensorBoard and Weights & Biases: after the first line, since all ranks wait the 2 s that it takes."""
+        self._is_tracked, logging = True, self._plan.config.system.logging
+        if logging.tensorboard:
+            self._tensorboard = _tensorboard(self._exp_dir / "tensorboard")
+        if logging.wandb:
+            self._wandb = _wandb(self._plan, self._exp_dir)
 
     def say(self, line: str) -> None:
         """Adds a line to logs/console.log, which the launcher shows."""

@@ -1,4 +1,4 @@
-"""What it costs to start: the launcher imports no torch, a rank on a CPU no compiler."""
+"""What it costs to start: the launcher imports no torch, a rank on a CPU neither a compiler nor transformers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ except ValueError as error:
     assert "plan file /nowhere/plan.json" in str(error)
 import torch
 assert torch.compile.__module__ == "torch"
+from PIL import Image
+from flagscale.data.image import ImageReader, ImageSettings, patches
+from flagscale.platforms import get_platform
+from flagscale.platforms.cpu_adam import CpuFusedAdam
+settings = ImageSettings(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=1024, max_pixels=4096)
+ImageReader(settings)
+patches(Image.new("RGB", (64, 64)), settings)
+get_platform("cpu").install()
+weight = torch.ones(2, requires_grad=True)
+optimizer = CpuFusedAdam([weight], lr=0.1)
+optimizer.zero_grad()
+weight.sum().backward()
+optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
 loaded = [name for name in ("torch._inductor", "torch._dynamo", "wandb", "transformers") if sys.modules.get(name)]
 assert not loaded, loaded
 import wandb
