@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from flagscale.data.patchify import patchify, resized
-from flagscale.data.records import SampleError
+from flagscale.data.records import SampleError, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import numpy as np
 
     from flagscale.config.schema import Config
 
@@ -101,33 +100,54 @@ class ImageReader:
         self.decoded = 0
         self.bytes_read = 0
 
-    def size(self, file: Path | bytes) -> tuple[int, int]:
-        """(width, height) in pixels, upright, from the header. Raises SampleError."""
-        with _opened(file) as image:
-            width, height = image.size
-            return (height, width) if _orientation(image) in _TRANSPOSED else (width, height)
+    def size(self, file: Path | bytes, name: str = "") -> tuple[int, int]:
+        """(width, height) in pixels, upright, from the header. Raises SampleError.
 
-    def grid(self, file: Path | bytes) -> tuple[int, int]:
+        Here and below, `name` is what people are told when `file` is bytes.
+        """
+        with _opened(file, name) as image:
+            return _upright_size(image)
+
+    def grid(self, file: Path | bytes, name: str = "") -> tuple[int, int]:
         """Patches (grid_h, grid_w) of an image, from its header. Raises SampleError."""
-        return self.settings.grid(*self.size(file))
+        return self.settings.grid(*self.size(file, name))
 
-    def verify(self, file: Path | bytes) -> None:
+    def verify(self, file: Path | bytes, name: str = "") -> None:
         """Decode an image and drop its pixels. Raises SampleError when that fails."""
-        with _opened(file) as image:
-            image.load()
+        with _opened(file, name) as image:
+            stated = _upright_size(image)
+            found = _upright(image).size
+            if found != stated:
+                raise ValueError(f"its header states {stated[0]}x{stated[1]} pixels, it has {found[0]}x{found[1]}")
 
-    def read(self, file: Path | bytes) -> tuple[np.ndarray, tuple[int, int]]:
+    def read(self, file: Path | bytes, name: str = "") -> tuple[np.ndarray, tuple[int, int]]:
         """Patches float32 [P, D] of an image, and its grid (grid_h, grid_w). Raises SampleError."""
-        return patches(self.rgb(file), self.settings)
+        return patches(self.rgb(file, name), self.settings)
 
-    def rgb(self, file: Path | bytes) -> Image.Image:
+    def rgb(self, file: Path | bytes, name: str = "") -> Image.Image:
         """The image upright, in RGB. Raises SampleError."""
-        with _opened(file) as image:
-            upright = ImageOps.exif_transpose(image) if _orientation(image) != 1 else image
-            rgb = upright.convert("RGB")
+        with _opened(file, name) as image:
+            rgb = _upright(image)
         self.decoded += 1
         self.bytes_read += len(file) if isinstance(file, bytes) else file.stat().st_size
         return rgb
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) of an opened image, upright, from its header."""
+    width, height = image.size
+    return (height, width) if _orientation(image) in _TRANSPOSED else (width, height)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """An opened image upright, in RGB; of an animation its first picture, and white where it is transparent."""
+    upright = ImageOps.exif_transpose(image) if _orientation(image) != 1 else image
+    if upright.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255, which leaves a white picture
+        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    layers = upright.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert("RGB")
 
 
 def patches(rgb: Image.Image, settings: ImageSettings) -> tuple[np.ndarray, tuple[int, int]]:
@@ -137,20 +157,25 @@ def patches(rgb: Image.Image, settings: ImageSettings) -> tuple[np.ndarray, tupl
 
 
 @contextlib.contextmanager
-def _opened(file: Path | bytes) -> Iterator[Image.Image]:
+def _opened(file: Path | bytes, name: str) -> Iterator[Image.Image]:
     """An image opened by its header; a failure in the `with` block becomes a SampleError that names it."""
-    name = "image of its own" if isinstance(file, bytes) else f"image {file}"
+    shown = f"image {told(name)}" if isinstance(file, bytes) else f"image {told(file)}"
     try:
+        if isinstance(file, Path) and not file.is_file():  # opening a pipe would wait for a writer
+            what = "is no file" if file.exists() else "does not exist"
+            raise SampleError(f"names the {shown}, which {what}; correct the name")
         with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
             yield image
-    except FileNotFoundError:
-        raise SampleError(f"names the {name}, which does not exist; correct the name") from None
+    except SampleError:
+        raise
     except UnidentifiedImageError:
-        raise SampleError(f"has the {name}, which is not a readable image; replace or remove it") from None
-    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, SampleError):
-            raise
-        raise SampleError(f"has the {name}, which is damaged ({error}); replace or remove it") from None
+        raise SampleError(f"has the {shown}, which is not a readable image; replace or remove it") from None
+    except OSError as error:
+        if error.errno is None:  # Pillow's own, about the content
+            raise SampleError(f"has the {shown}, which is damaged ({error}); replace or remove it") from None
+        raise SampleError(f"names the {shown}, which cannot be read ({error.strerror}); correct that") from None
+    except Exception as error:  # a damaged file may raise anything
+        raise SampleError(f"has the {shown}, which is damaged ({error}); replace or remove it") from None
 
 
 def _orientation(image: Image.Image) -> int:

@@ -1,8 +1,9 @@
 """Builds the index of a source: every record is read once, its media's sizes looked up, and bad samples found.
 
-The index is an Arrow file in the cache folder. Its name holds a hash of what decides on its content (tokenizer, image
-settings, policy, format) and one of the source (files, sizes, times of change), so a stale index is never opened: a
-changed source or setting has another name. Samples that were skipped stand beside it in a `.bad.jsonl` file.
+The index is a file in the cache folder (`index_file.py`). Its name holds a hash of what decides on its content
+(tokenizer, image settings, policy, format) and one of the source (files, sizes, times of change), so a stale index is
+never opened: a changed source or setting has another name. Samples that were skipped stand beside it in a `.bad.jsonl`
+file.
 """
 
 from __future__ import annotations
@@ -18,32 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-import pyarrow as pa
-
 from flagscale.config.errors import UserError
+from flagscale.data.index_file import Item, Row, index_writer
 from flagscale.data.media import MediaReader
 from flagscale.data.records import SampleError
 from flagscale.data.source import SKIP, Source, TooLong
 from flagscale.data.stores import Locator
 
-BATCH_ROWS = 65536  # samples of an Arrow record batch: bounds the builder's memory
 AHEAD = 256  # records handed to the worker threads at a time
-
-ITEM = pa.struct([(name, pa.int32()) for name in ("grid_h", "grid_w", "start", "media", "frame", "time")])
-SCHEMA = pa.schema(
-    [
-        ("shard", pa.int32()),
-        ("offset", pa.int64()),
-        ("length", pa.int32()),
-        ("line", pa.int64()),
-        ("num_tokens", pa.int32()),
-        ("num_loss_tokens", pa.int32()),
-        ("num_mtp_loss_tokens", pa.int32()),
-        ("items", pa.list_(ITEM)),
-    ]
-)
-
-Row = dict[str, object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +66,8 @@ def build_index(source: Source, cache_path: str | Path | None = None) -> Path:
                 bad = _write(source, temporary)
                 _write_bad(path, bad)
                 temporary.replace(path)
+            except OSError as error:  # what cannot be read of the source is a UserError already
+                raise _unwritable(path, error) from None
             finally:
                 temporary.unlink(missing_ok=True)
             for stale in source.stale_files(path):
@@ -115,52 +100,48 @@ def _locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(".lock").open("a")
     except OSError as error:
-        raise UserError(
-            f"data.cache_path: the index cannot be written to {path.parent} ({error.strerror}); name another folder"
-        ) from None
+        raise _unwritable(path, error) from None
     with lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"data.cache_path: the index cannot be written to {path.parent} ({error.strerror}); name another folder"
+    )
+
+
 def _write(source: Source, path: Path) -> list[BadSample]:
-    """Encode all samples of the source into an Arrow file; the ones that are skipped are returned."""
-    rows: list[Row] = []
+    """Encode all samples of the source into an index; the ones that are skipped are returned."""
     bad: list[BadSample] = []
-    total = 0
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-        for row in _rows(source):
-            if isinstance(row, BadSample):
-                bad.append(row)
-                continue
-            rows.append(row)
-            total += 1
-            if len(rows) == BATCH_ROWS:
-                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
-                rows.clear()
-        if rows:
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
-    if bad and not total:
+    with index_writer(path) as writer:
+        for sample in _samples(source):
+            if isinstance(sample, BadSample):
+                bad.append(sample)
+            else:
+                writer.add(*sample)
+    if bad and not writer.num_samples:
         raise UserError(f"{source.path}: all {len(bad)} samples are bad; the first, in {bad[0].line}: {bad[0].cause}")
-    if not total:
+    if not writer.num_samples:
         raise UserError(f"{source.path}: holds no sample; write one JSON object a line")
     return bad
 
 
-def _rows(source: Source) -> Iterator[Row | BadSample]:
-    """All rows in order. Threads read the media: Pillow releases the interpreter lock where it decodes."""
+def _samples(source: Source) -> Iterator[tuple[Row, list[Item]] | BadSample]:
+    """All samples in order. Threads read the media: Pillow releases the interpreter lock where it decodes."""
     reader, locators = source.reader(), iter(source.store.locators())
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         while chunk := list(islice(locators, AHEAD)):
-            yield from threads.map(lambda locator: _row(source, reader, locator), chunk)
+            yield from threads.map(lambda locator: _sample(source, reader, locator), chunk)
 
 
-def _row(source: Source, reader: MediaReader, locator: Locator) -> Row | BadSample:
-    """One sample's row."""
+def _sample(source: Source, reader: MediaReader, locator: Locator) -> tuple[Row, list[Item]] | BadSample:
+    """One sample's row and visual items."""
     record_id, skip = "", source.policy.on_bad_sample == SKIP
     try:
-        record = source.store.record(locator, with_media=True)
+        record = source.store.record(locator)
         record_id = record.id
         shapes = [reader.shape(media) for media in record.media]
         if skip and source.policy.decode:
@@ -171,10 +152,9 @@ def _row(source: Source, reader: MediaReader, locator: Locator) -> Row | BadSamp
         if skip or isinstance(error, TooLong):
             return BadSample(str(source.path), locator.line, record_id, f"the sample {error}")
         raise source.error(locator, record_id, error) from None
-    return {
-        **dataclasses.asdict(locator),
-        "num_tokens": len(sample.tokens_T),
-        "num_loss_tokens": sample.num_loss_tokens,
-        "num_mtp_loss_tokens": sample.num_mtp_loss_tokens,
-        "items": [dataclasses.asdict(item) for item in sample.placements],
-    }
+    row = Row(
+        offset=locator.offset, length=locator.length, line=locator.line, first_item=0, shard=locator.shard, num_items=0,
+        num_tokens=len(sample.tokens_T), num_loss_tokens=sample.num_loss_tokens,
+        num_mtp_loss_tokens=sample.num_mtp_loss_tokens,
+    )  # fmt: skip
+    return row, [dataclasses.astuple(item) for item in sample.placements]

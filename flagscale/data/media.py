@@ -30,8 +30,8 @@ class MediaFiles:
         return self.root / name
 
     def open(self, media: Media) -> Path | bytes:
-        """The medium's bytes when the source holds them, else its file."""
-        return self.path(media.name) if media.data is None else media.data
+        """The medium's bytes when the source holds them, else its file. Raises SampleError."""
+        return self.path(media.name) if media.load is None else media.load()
 
 
 class MediaReader:
@@ -55,14 +55,14 @@ class MediaReader:
     def shape(self, media: Media) -> Shape:
         """Grid, and times of frame groups, without decoding. Raises SampleError."""
         if media.kind == IMAGE:
-            return Shape(*self._images.grid(self._files.open(media)))
+            return Shape(*self._images.grid(self._files.open(media), media.name))
         grid, times = self._videos.grid(media)
         return Shape(*grid, tuple(times))
 
     def verify(self, media: Media) -> None:
         """Decode everything that training would. Raises SampleError when that fails."""
         if media.kind == IMAGE:
-            self._images.verify(self._files.open(media))
+            self._images.verify(self._files.open(media), media.name)
         else:
             self._videos.verify(media)
 
@@ -74,7 +74,7 @@ class MediaReader:
         """
         if media.kind == IMAGE:
             assert list(frames) == [IMAGE_FRAME], f"an image has no frame groups {frames}"
-            return {IMAGE_FRAME: self._images.read(self._files.open(media))}
+            return {IMAGE_FRAME: self._images.read(self._files.open(media), media.name)}
         return self._videos.read(media, frames)
 
     def shown(self, media: Media) -> Path | bytes:

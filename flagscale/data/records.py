@@ -14,10 +14,11 @@ A medium is named by a path, a data URI, or comes with its bytes (Parquet, WebDa
 from __future__ import annotations
 
 import base64
-import binascii
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from flagscale.config.errors import UserError
@@ -36,8 +37,26 @@ ROLES = {
 PARTS = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
 
 
+URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+LONGEST_NAME = 160  # characters of a name that are told: some files hold a picture where its name belongs
+
+
 class SampleError(UserError):
     """A sample that cannot be used; the message holds cause and remedy, the caller adds where it stands."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(printable(cause))
+
+
+def printable(text: str) -> str:
+    """The text with halves of characters, which no file or terminal takes, spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def told(name: object) -> str:
+    """A name, cut to a length that a message bears."""
+    text = str(name)
+    return text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +66,14 @@ class Media:
     Attributes:
         kind: `IMAGE` or `VIDEO`.
         name: file or folder as the source names it; what people are told.
-        data: the file's bytes where the source holds them.
+        load: reads the file's bytes where the source holds them; may raise SampleError.
         frames: of a video that the source holds as its frames.
         fps: frames a second of `frames`, where the source says so.
     """
 
     kind: str
     name: str
-    data: bytes | None = None
+    load: Callable[[], bytes] | None = field(default=None, compare=False)
     frames: tuple[Media, ...] = ()
     fps: float | None = None
 
@@ -76,11 +95,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A conversation and the media it refers to, images before videos."""
+    """A conversation and the media it refers to, images before videos.
+
+    `num_bytes` of the source were read for it; media that the source holds are read, and counted, when they are wanted.
+    """
 
     id: str
     turns: tuple[Turn, ...]
     media: tuple[Media, ...]
+    num_bytes: int = field(default=0, compare=False)
 
 
 def parse_record(raw: bytes | str | Mapping[str, Any]) -> Record:
@@ -91,7 +114,8 @@ def parse_record(raw: bytes | str | Mapping[str, Any]) -> Record:
             assistant turn, or another number of placeholders than media.
     """
     data = raw if isinstance(raw, Mapping) else _json_object(raw)
-    record_id = str(data.get("id", ""))
+    data = {key: value for key, value in data.items() if value is not None}  # a table's row may leave columns empty
+    record_id = printable(str(data.get("id", "")))
     if "conversations" not in data and "messages" not in data:
         return Record(record_id, (_document(data),), ())
     listed = {kind: _listed(data, kind) for kind in MARKS}
@@ -114,7 +138,7 @@ def _json_object(line: bytes | str) -> dict[str, Any]:
     """The line as a JSON object."""
     try:
         data = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SampleError(f"is not valid JSON ({error}); correct or remove the line") from None
     if not isinstance(data, dict):
         raise SampleError(f"is a JSON {type(data).__name__}, not an object; write one {{...}} a line")
@@ -131,7 +155,7 @@ def _document(data: Mapping[str, Any]) -> Turn:
         )
     if not text.strip():
         raise SampleError("has an empty text; write it or remove the sample")
-    return Turn(TEXT, (text,))
+    return Turn(TEXT, (_whole(text),))
 
 
 def _list(data: Mapping[str, Any], name: str) -> list[Any]:
@@ -140,7 +164,7 @@ def _list(data: Mapping[str, Any], name: str) -> list[Any]:
     if isinstance(value, str) and value.startswith("["):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SampleError(f"has '{name}' that is not valid JSON ({error}); correct it") from None
     if not isinstance(value, list) or not value:
         raise SampleError(f"'{name}' is not a list with at least one turn; write the turns as a list")
@@ -163,20 +187,30 @@ def medium(kind: str, value: Any) -> Media:
     list of its frames. Raises SampleError."""
     if isinstance(value, Media):
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value.keys() & {"bytes", "path"}:
         name = value.get("path") or f"embedded {kind}"
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
         if isinstance(value, bytes):
-            return Media(kind, str(name), value)
+            return embedded(kind, str(name), value)
+    if value is None:
+        raise SampleError(f"has null among its {kind}s; name the {kind}, or remove it and its placeholder")
     if isinstance(value, bytes):
-        return Media(kind, f"embedded {kind}", value)
+        return embedded(kind, f"embedded {kind}", value)
     if kind == VIDEO and isinstance(value, list) and value:
         return Media(kind, "frames", frames=tuple(medium(IMAGE, frame) for frame in value))
     if not isinstance(value, str) or not value:
         raise SampleError(f"'{kind}s' is not a list of file names; write \"{kind}s\": [\"a.png\", ...]")
     if value.startswith("data:"):
         return _from_uri(kind, value)
-    return Media(kind, value.removeprefix("file://"))
+    name = value.removeprefix("file://")
+    if URL.match(name):
+        raise SampleError(f"names the {kind} {told(name)}, which is on the web; download it and name the file")
+    return Media(kind, name)
+
+
+def embedded(kind: str, name: str, data: bytes) -> Media:
+    """A medium whose bytes are at hand."""
+    return Media(kind, name, partial(bytes, data))
 
 
 def _from_uri(kind: str, uri: str) -> Media:
@@ -185,9 +219,17 @@ def _from_uri(kind: str, uri: str) -> Media:
     try:
         if not comma or not header.endswith(";base64"):
             raise ValueError("it is not base64")
-        return Media(kind, f"{header},...", base64.b64decode(body, validate=True))
-    except (ValueError, binascii.Error) as error:
+    except ValueError as error:
         raise SampleError(f"has a data URI that cannot be read ({error}); write data:image/png;base64,...") from None
+    return Media(kind, f"{told(header)},...", partial(_decoded, body))
+
+
+def _decoded(body: str) -> bytes:
+    """The bytes behind base64."""
+    try:
+        return base64.b64decode(body, validate=True)
+    except ValueError as error:
+        raise SampleError(f"has a data URI that is no base64 ({error}); write data:image/png;base64,...") from None
 
 
 def _raw_turn(entry: Any) -> tuple[str, Any]:
@@ -196,13 +238,13 @@ def _raw_turn(entry: Any) -> tuple[str, Any]:
     if keys is None:
         raise SampleError("has a turn without 'from' and 'value' or 'role' and 'content'; every turn needs both")
     role = entry[keys[0]]
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise SampleError(f"has a turn of role {role!r}; roles are {', '.join(sorted(ROLES))}")
     return ROLES[role], entry[keys[1]]
 
 
 def _has(entry: Any, keys: tuple[str, str]) -> bool:
-    return isinstance(entry, Mapping) and all(key in entry for key in keys)
+    return isinstance(entry, Mapping) and all(entry.get(key) is not None for key in keys)
 
 
 def _pieces(content: Any) -> list[str | tuple[str, Media | None]]:
@@ -216,7 +258,7 @@ def _pieces(content: Any) -> list[str | tuple[str, Media | None]]:
         written = part.get("type") if isinstance(part, Mapping) else None
         if written == "text" and isinstance(part.get("text"), str):
             pieces.extend(_marked_pieces(part["text"]))
-        elif written in PARTS:
+        elif isinstance(written, str) and written in PARTS:
             kind = PARTS[written]
             value = part.get(written, part.get("path"))
             value = value.get("url") if isinstance(value, Mapping) and "url" in value else value
@@ -229,7 +271,7 @@ def _pieces(content: Any) -> list[str | tuple[str, Media | None]]:
 
 def _marked_pieces(text: str) -> list[str | tuple[str, Media | None]]:
     """A text cut at its marks."""
-    pieces: list[str | tuple[str, Media | None]] = [text]
+    pieces: list[str | tuple[str, Media | None]] = [_whole(text)]
     for kind, mark in MARKS.items():
         cut: list[str | tuple[str, Media | None]] = []
         for piece in pieces:
@@ -240,6 +282,16 @@ def _marked_pieces(text: str) -> list[str | tuple[str, Media | None]]:
                 cut += [(kind, None)] * (i > 0) + [chunk] * bool(chunk)
         pieces = cut
     return pieces
+
+
+def _whole(text: str) -> str:
+    """The text. Raises SampleError when it holds half a character, as JSON's \\ud83d may, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start : error.end]
+        raise SampleError(f"has half a character ({half!r}) in a text; correct the text or remove the sample") from None
+    return text
 
 
 def _media(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flagscale.data.image import ImageSettings
     from flagscale.data.tokenizer import Tokenizer
 
-FORMAT = 2  # raise it when the columns, the chat template or the reading of records change
+FORMAT = 3  # raise it when the columns, the chat template or the reading of records change
 CACHE_FOLDER = ".flagscale"
 RAISE, SKIP, TRUNCATE = "raise", "skip", "truncate_text"
 
@@ -89,7 +89,7 @@ class Source:
     def index_path(self, cache_path: str | Path | None) -> Path:
         """Where the index of this source, as it is now, belongs."""
         folder = self.path.parent / CACHE_FOLDER if cache_path is None else Path(cache_path).absolute()
-        return folder / f"{self._prefix()}{_hash(self._stat)}.arrow"
+        return folder / f"{self._prefix()}{_hash(self._stat)}.index"
 
     def _prefix(self) -> str:
         settings = json.dumps(dataclasses.asdict(self.settings), sort_keys=True)

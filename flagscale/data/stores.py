@@ -1,29 +1,23 @@
-"""Where the records of a source lie, and how one of them is read without the others: JSON files and WebDataset folders.
+"""Where the records of a source lie, and how one of them is read without the others.
 
-A store finds its records once, when the index is built, and reads a record by its locator afterwards. Parquet files are
-in `parquet.py`.
+A store finds its records once, when the index is built, and reads a record by its locator afterwards. JSON files are
+here, WebDataset tar files in `webdataset.py`, Parquet files in `parquet.py`.
 """
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
 import json
-import os
-import pickle
 import re
-import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BytesIO
-from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
-
-import yaml
+from typing import Protocol
 
 from flagscale.config.errors import UserError
-from flagscale.data.records import IMAGE, VIDEO, Media, Record, SampleError, medium, parse_record
+from flagscale.data.records import Record, SampleError, parse_record
 
-META = ".nv-meta"  # energon's folder of descriptions
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif"})
 VIDEO_SUFFIXES = frozenset({"mp4", "mov", "avi", "mkv", "webm"})
 
@@ -49,12 +43,26 @@ class Store(Protocol):
     def locators(self) -> Iterator[Locator]:
         """All records, in order. Raises UserError when a file is damaged as a whole."""
 
-    def record(self, locator: Locator, with_media: bool) -> Record:
-        """One record; media that the store holds carry their bytes only `with_media`. Raises SampleError."""
+    def record(self, locator: Locator) -> Record:
+        """One record; of the media that the store holds nothing is read until they are loaded. Raises SampleError."""
+
+
+# First bytes of files that are often taken for text: what each is, and what to do.
+FOREIGN = {
+    b"\x1f\x8b": "is compressed with gzip; unpack it (gunzip)",
+    b"BZh": "is compressed with bzip2; unpack it (bunzip2)",
+    b"\xfd7zXZ": "is compressed with xz; unpack it (unxz)",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it (unzstd)",
+    b"PK\x03\x04": "is a zip archive; unpack it",
+    b"ARROW1": "is an Arrow file; write it as Parquet",
+    codecs.BOM_UTF16_LE: "is text in UTF-16; save it as UTF-8",
+    codecs.BOM_UTF16_BE: "is text in UTF-16; save it as UTF-8",
+}
+PARQUET = b"PAR1"
 
 
 def open_store(path: Path, split: str) -> Store:
-    """The store at `path`: a JSON or JSONL file, a Parquet file or a folder of them, a WebDataset folder.
+    """The store at `path`: a JSON or JSONL file, a Parquet file or a folder of them, a tar file or a folder of them.
 
     Args:
         split: train or val; decides on the shards where energon's `split.yaml` divides them.
@@ -63,15 +71,38 @@ def open_store(path: Path, split: str) -> Store:
         UserError: when there is none, or the kind cannot be told.
     """
     from flagscale.data.parquet import ParquetStore
+    from flagscale.data.webdataset import TarStore, shards
 
-    if not path.exists():
-        raise UserError(f"data source {path}: No such file or directory; correct its path")
+    try:
+        if not path.exists():
+            raise UserError(f"data source {path}: No such file or directory; correct its path")
+        if path.is_file():
+            with path.open("rb") as file:
+                start = file.read(8)
+    except OSError as error:
+        raise UserError(f"data source {path}: {error.strerror}; make it readable or correct its path") from None
     if path.is_file():
-        return ParquetStore(path, (path,)) if path.suffix == ".parquet" else JsonStore(path)
-    parquet = tuple(sorted(path.rglob("*.parquet")))
-    if parquet:
-        return ParquetStore(path, parquet)
-    return TarStore(path, split)
+        foreign = next((what for magic, what in FOREIGN.items() if start.startswith(magic)), None)
+        if foreign is not None:
+            raise UserError(f"data source {path}: {foreign}")
+        if path.suffix == ".parquet" or start.startswith(PARQUET):
+            return ParquetStore(path, (path,))
+        return TarStore(path, (path,)) if path.suffix == ".tar" else JsonStore(path)
+    if not path.is_dir():
+        raise UserError(f"data source {path}: is neither a file nor a folder; correct its path")
+    parquet = files_below(path, ".parquet")
+    return ParquetStore(path, parquet) if parquet else TarStore(path, shards(path, split))
+
+
+def files_below(folder: Path, suffix: str) -> tuple[Path, ...]:
+    """All files of a suffix below a folder, in order; hidden ones, such as the doubles that macOS leaves, left out."""
+    found = (path for path in folder.rglob(f"*{suffix}") if path.is_file())
+    return tuple(sorted(path for path in found if not any(p[0] == "." for p in path.relative_to(folder).parts)))
+
+
+def natural(name: str) -> list[str | int]:
+    """Key that sorts names by the numbers in them: `2.jpg` before `10.jpg`."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
 class JsonStore:
@@ -83,22 +114,25 @@ class JsonStore:
         self.path, self.files = path, (path,)
 
     def locators(self) -> Iterator[Locator]:
-        with self.path.open("rb") as file:
-            is_list = file.read(1024).lstrip()[:1] == b"["
-        yield from self._elements() if is_list else self._lines()
+        try:
+            with self.path.open("rb") as file:
+                is_list = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            yield from self._elements() if is_list else self._lines()
+        except OSError as error:
+            raise UserError(f"data source {self.path}: cannot be read ({error}); look after the disk") from None
 
     def _lines(self) -> Iterator[Locator]:
         offset = 0
         with self.path.open("rb") as file:
             for number, text in enumerate(file, start=1):
-                if text.strip():
+                if text.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                     yield Locator(0, offset, len(text), number)
                 offset += len(text)
 
     def _elements(self) -> Iterator[Locator]:
         """The elements of the file's one list; `raw_decode` finds where each ends."""
         try:
-            text = self.path.read_text(encoding="utf-8")
+            text = self.path.read_bytes().decode()  # line ends as they are: they count in the offsets
             decoder, position = json.JSONDecoder(), text.index("[") + 1
             done, offset, line = 0, 0, 1
             while (position := _skip(text, position, " \t\r\n,")) < len(text) and text[position] != "]":
@@ -106,167 +140,24 @@ class JsonStore:
                 line += text.count("\n", done, position)
                 _, end = decoder.raw_decode(text, position)
                 yield Locator(0, offset, len(text[position:end].encode()), line)
-                done = position
-                position = end
-        except ValueError as error:
+                # The next offset counts from this element's start.
+                done, position = position, end
+            if text[position:].strip() != "]":
+                raise ValueError("something follows the list" if position < len(text) else "it ends without ]")
+        except (ValueError, RecursionError) as error:
             raise UserError(f"data source {self.path}: is not a valid JSON list ({error}); correct the file") from None
 
-    def record(self, locator: Locator, with_media: bool) -> Record:
-        with self.path.open("rb") as file:
-            file.seek(locator.offset)
-            return parse_record(file.read(locator.length))
+    def record(self, locator: Locator) -> Record:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(locator.offset)
+                text = file.read(locator.length)
+        except OSError as error:
+            raise SampleError(f"cannot be read any more ({error.strerror}); start the run again") from None
+        return dataclasses.replace(parse_record(text), num_bytes=len(text))
 
 
 def _skip(text: str, position: int, characters: str) -> int:
     while position < len(text) and text[position] in characters:
         position += 1
     return position
-
-
-class TarStore:
-    """A folder of WebDataset tar files, as energon and FlagScale's converters prepare it.
-
-    A sample is the run of files of one key. `json` holds a conversation (an object in one of our forms, or the list of
-    its turns); without it `txt` is the caption of the images. Media: files with the suffix of an image or a video, in
-    the order of their names; or `jpgs` and `videos`, pickled lists of names or bytes.
-    """
-
-    unit = "sample"
-
-    def __init__(self, path: Path, split: str) -> None:
-        self.path = path
-        self.files = self._shards(split)
-        if not self.files:
-            raise UserError(f"data source {path}: holds no .tar or .parquet file for the split {split!r}; correct it")
-
-    def _shards(self, split: str) -> tuple[Path, ...]:
-        """Tar files of the split: as `split.yaml` says where there is one, else all."""
-        split_file = self.path / META / "split.yaml"
-        if not split_file.is_file():
-            return tuple(sorted(self.path.rglob("*.tar")))
-        try:
-            parts = yaml.safe_load(split_file.read_text(encoding="utf-8"))["split_parts"]
-            names = [name for pattern in parts.get(split) or [] for name in expand_braces(str(pattern))]
-        except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{split_file}: has no readable split_parts ({error}); prepare the folder again") from None
-        missing = [name for name in names if not (self.path / name).is_file()]
-        if missing:
-            raise UserError(f"{split_file}: names {missing[0]}, which is not in {self.path}; prepare the folder again")
-        return tuple(self.path / name for name in names)
-
-    def locators(self) -> Iterator[Locator]:
-        number = 0
-        for shard, path in enumerate(self.files):
-            try:
-                with tarfile.open(path, "r:") as tar:
-                    for start, end in _runs(tar):
-                        number += 1
-                        yield Locator(shard, start, end - start, number)
-            except (tarfile.TarError, OSError) as error:
-                raise UserError(f"{path}: is not a readable tar file ({error}); replace it") from None
-
-    def record(self, locator: Locator, with_media: bool) -> Record:
-        members: dict[str, bytes | None] = {}
-        key = ""
-        with self.files[locator.shard].open("rb") as file:
-            file.seek(locator.offset)
-            try:
-                with tarfile.open(fileobj=file, mode="r:") as tar:
-                    for member in tar:
-                        if member.offset >= locator.offset + locator.length:
-                            break
-                        key, suffix = split_key(member.name)
-                        wanted = with_media or suffix.rpartition(".")[2] not in IMAGE_SUFFIXES | VIDEO_SUFFIXES
-                        content = tar.extractfile(member) if wanted else None
-                        members[suffix] = None if content is None else content.read()
-            except (tarfile.TarError, OSError) as error:
-                raise SampleError(f"cannot be read from {self.files[locator.shard]} ({error}); replace it") from None
-        return parse_record({"id": key, **_conversation(members)})
-
-
-def _runs(tar: tarfile.TarFile) -> Iterator[tuple[int, int]]:
-    """First byte and end of each run of files with the same key."""
-    key, start, end = None, 0, 0
-    for member in tar:
-        if not member.isfile():
-            continue
-        name = split_key(member.name)[0]
-        if name != key and key is not None:
-            yield start, end
-        if name != key:
-            key, start = name, member.offset
-        end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    if key is not None:
-        yield start, end
-
-
-def split_key(name: str) -> tuple[str, str]:
-    """WebDataset's key and suffix of a file: `a/b.0.jpg` -> (`a/b`, `0.jpg`)."""
-    folder, base = os.path.split(name)
-    stem, _, suffix = base.partition(".")
-    return os.path.join(folder, stem), suffix.lower()
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """`a-{0..2}.tar` -> its three names; `{x,y}` likewise."""
-    parts = re.split(r"\{([^{}]*)\}", pattern)
-    choices: list[list[str]] = []
-    for i, part in enumerate(parts):
-        span = re.fullmatch(r"(\d+)\.\.(\d+)", part)
-        if i % 2 and span:
-            first, last = span.groups()
-            choices.append([str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)])
-        else:
-            choices.append(part.split(",") if i % 2 else [part])
-    return ["".join(chosen) for chosen in product(*choices)]
-
-
-def _conversation(members: Mapping[str, bytes | None]) -> dict[str, Any]:
-    """The files of a sample as the mapping that `parse_record` takes."""
-    images = [medium(IMAGE, item) for item in _pickled(members, "jpgs")] + _files(members, IMAGE, IMAGE_SUFFIXES)
-    videos = [medium(VIDEO, item) for item in _pickled(members, "videos")] + _files(members, VIDEO, VIDEO_SUFFIXES)
-    text = next((members[name] for name in ("json", "txt") if members.get(name) is not None), None)
-    if text is None:
-        raise SampleError(f"has neither a json nor a txt file (files: {', '.join(sorted(members))}); prepare it again")
-    try:
-        data = json.loads(text) if "json" in members else text.decode()
-    except ValueError as error:
-        raise SampleError(f"is not valid JSON ({error}); prepare it again") from None
-    if isinstance(data, str):
-        turns = [{"from": "human", "value": "<image>" * len(images)}, {"from": "gpt", "value": data}]
-        return {"conversations": turns, "images": images}
-    data = {"conversations": data} if isinstance(data, list) else dict(data)
-    seconds = data.get("second_per_grid_ts") or [None] * len(videos)
-    timed = [
-        Media(video.kind, video.name, video.data, video.frames, None if not second else 1 / float(second))
-        for video, second in zip(videos, seconds, strict=False)
-    ]
-    return {**data, **({"images": images} if images else {}), **({"videos": timed} if timed else {})}
-
-
-def _files(members: Mapping[str, bytes | None], kind: str, suffixes: frozenset[str]) -> list[Media]:
-    """Media stored as files of their own, `2.jpg` before `10.jpg`."""
-    names = [name for name in members if name.rpartition(".")[2] in suffixes]
-    names.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
-    return [Media(kind, name, members[name]) for name in names]
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Lists, texts and bytes only: a pickle from elsewhere must not run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds a {module}.{name}")
-
-
-def _pickled(members: Mapping[str, bytes | None], name: str) -> list[Any]:
-    """The list in a pickled file of the sample; empty when there is none."""
-    data = members.get(name)
-    if data is None:
-        return []
-    try:
-        value = _PlainUnpickler(BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle may raise anything
-        raise SampleError(f"has '{name}' that is no pickled list of names or bytes ({error})") from None
-    if not isinstance(value, list):
-        raise SampleError(f"has '{name}' that is a pickled {type(value).__name__}, not a list; prepare it again")
-    return value

@@ -12,6 +12,7 @@ Legend: P patches of a group, D values of a patch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,14 @@ import numpy as np
 from PIL import Image
 
 from flagscale.data.image import ImageReader, ImageSettings, patches
-from flagscale.data.records import Media, SampleError
-from flagscale.data.stores import IMAGE_SUFFIXES
+from flagscale.data.records import Media, SampleError, told
+from flagscale.data.stores import IMAGE_SUFFIXES, natural
 
 if TYPE_CHECKING:
     from flagscale.data.media import MediaFiles
 
 FOLDER_FPS = 2.0
+LONGEST_S = 200_000_000  # of a video: the index holds tenths of seconds in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,16 @@ class VideoReader:
         """Number, rate and size of the frames. Raises SampleError when there are none."""
         frames = self._frames(video)
         if frames is None:
-            return self._file_shape(video)
-        width, height = self._images.size(self._files.open(frames[0]))
-        return VideoShape(len(frames), self._fps(video), width, height)
+            shape = self._file_shape(video)
+        else:
+            width, height = self._images.size(self._files.open(frames[0]), frames[0].name)
+            shape = VideoShape(len(frames), self._fps(video), width, height)
+        if not 0 < shape.fps < math.inf or shape.num_frames / shape.fps > LONGEST_S:
+            raise SampleError(
+                f"has the video {told(video.name)} of {shape.num_frames} frames at {shape.fps:g} a second; correct its "
+                "rate (fps)"
+            )
+        return shape
 
     def grid(self, video: Media) -> tuple[tuple[int, int], list[int]]:
         """Patches (grid_h, grid_w) of a frame group, and the time of every group in tenths of a second.
@@ -87,12 +96,13 @@ class VideoReader:
             SampleError: when a frame cannot be read or the video has no such group.
         """
         settings = self._images.settings
-        numbers, size = chosen_frames(self.shape(video), settings), settings.temporal_patch_size
+        shape, size = self.shape(video), settings.temporal_patch_size
+        numbers = chosen_frames(shape, settings)
         if max(groups) * size >= len(numbers):
             raise SampleError(f"has the video {video.name}, which changed after it was indexed; index it again")
         wanted = {number for group in groups for number in numbers[group * size : (group + 1) * size]}
         of_frames = settings.of_frames(len(numbers))
-        found = {number: patches(frame, of_frames) for number, frame in self._decode(video, wanted)}
+        found = {number: patches(frame, of_frames) for number, frame in self._decode(video, shape, wanted)}
         result = {}
         for group in groups:
             parts = [found[number] for number in numbers[group * size : (group + 1) * size]]
@@ -103,18 +113,28 @@ class VideoReader:
 
     def verify(self, video: Media) -> None:
         """Decode all frames that would be taken. Raises SampleError when that fails."""
-        for _ in self._decode(video, set(chosen_frames(self.shape(video), self._images.settings))):
+        shape = self.shape(video)
+        for _ in self._decode(video, shape, set(chosen_frames(shape, self._images.settings))):
             pass
 
-    def _decode(self, video: Media, wanted: set[int]) -> Iterator[tuple[int, Image.Image]]:
-        """(number, RGB frame) of the wanted frames."""
+    def _decode(self, video: Media, shape: VideoShape, wanted: set[int]) -> Iterator[tuple[int, Image.Image]]:
+        """(number, RGB frame) of the wanted frames. Raises SampleError, also when one has another size."""
+        for number, frame in self._decoded(video, wanted):
+            if frame.size != (shape.width, shape.height):
+                raise SampleError(
+                    f"has the video {told(video.name)}, whose frame {number} has {frame.width}x{frame.height} pixels, "
+                    f"others {shape.width}x{shape.height}; write all frames in one size"
+                )
+            yield number, frame
+
+    def _decoded(self, video: Media, wanted: set[int]) -> Iterator[tuple[int, Image.Image]]:
         frames = self._frames(video)
         if frames is None:
             self._images.decoded += len(wanted)
             yield from self._decode_file(video, wanted)
             return
         for number in sorted(wanted):
-            yield number, self._images.rgb(self._files.open(frames[number]))
+            yield number, self._images.rgb(self._files.open(frames[number]), frames[number].name)
 
     def _frames(self, video: Media) -> list[Media] | None:
         """The frames of a video that consists of images, in order; None for a file."""
@@ -123,53 +143,68 @@ class VideoReader:
         folder = self._folder(video)
         if folder is None:
             return None
-        names = [path for path in sorted(folder.iterdir()) if path.suffix[1:].lower() in IMAGE_SUFFIXES]
+        found = (path for path in folder.iterdir() if path.suffix[1:].lower() in IMAGE_SUFFIXES)
+        names = sorted((path for path in found if not path.name.startswith(".")), key=lambda path: natural(path.name))
         if not names:
             raise SampleError(f"has the video {folder}, a folder without frames; add them or remove the sample")
         return [Media("image", str(path)) for path in names]
 
     def _folder(self, video: Media) -> Path | None:
         """The video's folder of frames, if it is one."""
-        if video.data is not None:
+        if video.load is not None:
             return None
         path = self._files.path(video.name)
-        return next((place for place in (path, path.with_suffix("")) if place.is_dir() and not path.is_file()), None)
+        try:
+            places = (path, path.with_suffix(""))
+            return next((place for place in places if place.is_dir() and not path.is_file()), None)
+        except (OSError, ValueError) as error:
+            name = told(video.name)
+            raise SampleError(f"names the video {name}, which cannot be read ({error}); correct it") from None
 
     def _fps(self, video: Media) -> float:
         """Rate of a video that consists of images."""
         folder = self._folder(video)
-        if folder is None or video.fps is not None:
+        file = None if folder is None else folder.with_name(folder.name + ".json")
+        if file is None or video.fps is not None or not file.is_file():
             return video.fps or FOLDER_FPS
-        file = folder.with_name(folder.name + ".json")
-        if not file.is_file():
-            return FOLDER_FPS
         try:
-            fps = float(json.loads(file.read_text(encoding="utf-8"))["fps"])
-        except (ValueError, KeyError, TypeError) as error:
+            return float(json.loads(file.read_text(encoding="utf-8"))["fps"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SampleError(f'has {file}, which states no rate ({error}); write {{"fps": 25}}') from None
-        if not fps > 0:
-            raise SampleError(f"has {file} with fps {fps:g}, which must be positive; correct it")
-        return fps
 
     def _file_shape(self, video: Media) -> VideoShape:
-        with _OpenedVideo(self._files.open(video), video.name) as container:
-            stream = container.streams.video[0]
-            count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-            if not count or not stream.average_rate:
-                raise SampleError(f"has the video {video.name}, which has no frames; replace or remove it")
-            return VideoShape(count, float(stream.average_rate), stream.width, stream.height)
+        file, name = self._files.open(video), told(video.name)
+        with _OpenedVideo(file, name) as container:
+            stream = next(iter(container.streams.video), None)
+            if stream is None:
+                raise SampleError(f"has the video {name}, which has no pictures; replace or remove it")
+            count, rate = stream.frames, stream.average_rate
+            first = next((_upright(frame) for frame in container.decode(video=0)), None)
+        if not count:  # the container does not say
+            with _OpenedVideo(file, name) as container:
+                count = sum(packet.size > 0 for packet in container.demux(video=0))
+        if not count or not rate or first is None:
+            raise SampleError(f"has the video {name}, which has no frames; replace or remove it")
+        return VideoShape(count, float(rate), first.width, first.height)
 
     def _decode_file(self, video: Media, wanted: set[int]) -> Iterator[tuple[int, Image.Image]]:
         """Frames of a file, decoded from its start to the last one wanted."""
-        left = set(wanted)
-        with _OpenedVideo(self._files.open(video), video.name) as container:
+        left, name = set(wanted), told(video.name)
+        with _OpenedVideo(self._files.open(video), name) as container:
             for number, frame in enumerate(container.decode(video=0)):
                 if number in left:
                     left.remove(number)
-                    yield number, frame.to_image()
+                    yield number, _upright(frame)
                 if not left:
                     return
-        raise SampleError(f"has the video {video.name}, which ends before frame {min(left)}; replace or remove it")
+        raise SampleError(f"has the video {name}, which ends before frame {min(left)}; replace or remove it")
+
+
+def _upright(frame: Any) -> Image.Image:
+    """A frame of PyAV in RGB, turned as the camera was held."""
+    image: Image.Image = frame.to_image()
+    quarter_turns = round(frame.rotation / 90) % 4  # counter-clockwise
+    return image.rotate(90 * quarter_turns, expand=True) if quarter_turns else image
 
 
 class _OpenedVideo:
@@ -193,7 +228,7 @@ class _OpenedVideo:
         try:
             source = io.BytesIO(self._file) if isinstance(self._file, bytes) else str(self._file)
             self._container = av.open(source)
-        except (av.FFmpegError, OSError) as error:
+        except (av.FFmpegError, OSError, ValueError) as error:
             raise SampleError(f"has the video {self._name}, which cannot be read ({error}); replace it") from None
         return self._container
 

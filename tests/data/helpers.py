@@ -96,7 +96,7 @@ def sharegpt(question: str, answer: str, images: list[str] | None = None, **more
 def write_jsonl(path: Path, samples: list[dict[str, Any] | str]) -> Path:
     """Write samples, a text being a raw line; returns the path."""
     lines = [sample if isinstance(sample, str) else json.dumps(sample) for sample in samples]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
     return path
 
 

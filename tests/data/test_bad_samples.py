@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import os
 import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -70,6 +73,44 @@ def frames(folder: Path, count: int, cut: bool = False, fps: str | None = None) 
     return image_sample("clip", "video")
 
 
+def special(name: str, make: Callable[[Path], None]) -> Callable[[Path], Sample]:
+    """A sample whose image is no plain file."""
+
+    def sample(folder: Path) -> Sample:
+        make(folder / name)
+        return image_sample(name)
+
+    return sample
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name + "2")
+    path.with_name(path.name + "2").symlink_to(path.name)
+
+
+def sound(folder: Path) -> Sample:
+    """A video file without pictures."""
+    with av.open(str(folder / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=44100)
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
+        silence.sample_rate = 44100
+        container.mux(stream.encode(silence))
+        container.mux(stream.encode())
+    return image_sample("sound.mp4", "video")
+
+
+def uneven(folder: Path) -> Sample:
+    """Frames of two sizes."""
+    sample = frames(folder, 4)
+    save_image(folder / "clip" / "003.png", 96, 64)
+    return sample
+
+
+def part(**keys: Any) -> Callable[[Path], Sample]:
+    """A sample whose first turn holds this part."""
+    return lambda folder: {"messages": [{"role": "user", "content": [keys]}, {"role": "assistant", "content": "3"}]}
+
+
 CASES: dict[str, tuple[Callable[[Path], Sample], str]] = {
     "broken JSON": (lambda f: '{"conversations": [', "is not valid JSON"),
     "no object": (lambda f: "[1, 2]", "is a JSON list"),
@@ -87,7 +128,7 @@ CASES: dict[str, tuple[Callable[[Path], Sample], str]] = {
     "empty file": (written("empty.png", b""), "not a readable image"),
     "zero-sized image": (zero_sized, "zero.png"),
     "aspect ratio": (thin, "402x2 pixels, whose aspect ratio is over 200"),
-    "broken data URI": (lambda f: image_sample("data:image/png;base64,@@"), "data URI that cannot be read"),
+    "broken data URI": (lambda f: image_sample("data:image/png;base64,@@"), "data URI that is no base64"),
     "data URI without image": (
         lambda f: image_sample("data:image/png;base64," + base64.b64encode(b"x").decode()), "not a readable image",
     ),
@@ -96,11 +137,32 @@ CASES: dict[str, tuple[Callable[[Path], Sample], str]] = {
     "damaged video": (
         lambda f: (written("clip.mp4", b"no video")(f), image_sample("clip.mp4", "video"))[1], "clip.mp4, which cannot",
     ),
+    "text that is not UTF-8": (lambda f: '{"text": "\udcff"}', "is not valid JSON"),
+    "half a character": (lambda f: sharegpt("\ud83d?", "3"), "half a character ('\\ud83d')"),
+    "half a character in a name": (lambda f: image_sample("\ud83d.png"), "\\ud83d.png, which does not exist"),
+    "nested without end": (lambda f: '{"text": ' + "[" * 100_000, "is not valid JSON"),
+    "a number of 5000 digits": (lambda f: '{"text": "a", "id": ' + "1" * 5000 + "}", "is not valid JSON"),
+    "role that is a list": (lambda f: {"messages": [{"role": ["user"], "content": "x"}]}, "role ['user']"),
+    "part of an unknown type": (part(type=["text"], text="x"), "a part of type ['text']"),
+    "nested list of images": (lambda f: sharegpt("<image>?", "3", [["good.png"]]), "not a list of file names"),
+    "null among the images": (lambda f: sharegpt("<image>?", "3", [None]), "null among its images"),
+    "image on the web": (
+        part(type="image_url", image_url={"url": "https://example.com/a.png"}), "a.png, which is on the web",
+    ),
+    "base64 in place of a name": (lambda f: image_sample("iVBORw0K" * 3000), " characters), which cannot be read"),
+    "folder in place of an image": (special("a.png", Path.mkdir), "a.png, which is no file"),
+    "pipe in place of an image": (special("a.png", os.mkfifo), "a.png, which is no file"),
+    "links in a circle": (special("a.png", loop), "a.png, which does not exist"),
+    "zero byte in a name": (lambda f: image_sample("a\0.png"), "which does not exist"),
+    "video without pictures": (sound, "sound.mp4, which has no pictures"),
+    "endless video": (lambda f: frames(f, 4, fps='{"fps": 1e-12}'), "4 frames at 1e-12 a second"),
+    "infinite frame rate": (lambda f: frames(f, 4, fps='{"fps": Infinity}'), "4 frames at inf a second"),
     "broken frame rate": (lambda f: frames(f, 4, fps='{"rate": 3}'), "clip.json, which states no rate"),
 }  # fmt: skip
 LATE: dict[str, tuple[Callable[[Path], Sample], str]] = {
     "truncated PNG": (lambda f: truncated(f, ".png"), "cut.png, which is damaged"),
     "truncated JPEG": (lambda f: truncated(f, ".jpg"), "cut.jpg, which is damaged"),
+    "frames of two sizes": (uneven, "frame 3 has 96x64 pixels, others 64x64"),
     "truncated frame": (lambda f: frames(f, 4, cut=True), "001.png, which is damaged"),
 }
 """Found where pixels are decoded: when the index is built to skip bad samples, else when they are read."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from flagscale.config.errors import UserError
-from flagscale.data import index_build
+from flagscale.data import index_file
 from flagscale.data.chat import Placement
 from flagscale.data.image import ImageSettings
 from flagscale.data.index import SampleIndex
@@ -60,13 +62,35 @@ def test_only_headers_are_opened(tmp_path: Path) -> None:
         assert index.placements(0)[0].grid_h == 6
 
 
-def test_record_batches_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_mixture(tmp_path, 23)
-    with SampleIndex.open(open_source(path)) as index:
-        expected = [(index.num_tokens(i), index.placements(i)) for i in range(len(index))]
-    monkeypatch.setattr(index_build, "BATCH_ROWS", 5)
-    with SampleIndex.open(open_source(path), tmp_path / "cache") as index:
-        assert [(index.num_tokens(i), index.placements(i)) for i in range(len(index))] == expected
+def test_rows_and_items_as_arrays_are_those_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_file, "CHUNK", 5)
+    with SampleIndex.open(open_source(write_mixture(tmp_path, 23))) as index:
+        assert index.column("num_tokens").tolist() == [index.num_tokens(i) for i in range(23)]
+        items = [dataclasses.astuple(item) for i in range(23) for item in index.placements(i)]
+        assert len(items) > 20
+        assert [tuple(item) for item in index.items().tolist()] == items
+
+
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    source = open_source(write_mixture(tmp_path, 4))
+    path = build_index(source)
+    whole = path.read_bytes()
+    for content in (b"", whole[:-1], whole[:60], b"x" * len(whole)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"\.index: is a damaged index; remove it"):
+            SampleIndex(source, path)
+    path.write_bytes(whole)
+    SampleIndex(source, path).close()
+
+
+def test_a_full_disk_ends_the_build_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(index_file.shutil, "copyfileobj", full)
+    with pytest.raises(UserError, match=r"data\.cache_path: .*\.flagscale \(No space left on device\)"):
+        build_index(open_source(write_mixture(tmp_path, 4)))
+    assert [path.name for path in (tmp_path / ".flagscale").iterdir()] == [".lock"]
 
 
 def test_built_once_and_again_when_something_changes(tmp_path: Path) -> None:
@@ -101,7 +125,7 @@ def test_several_processes_build_one_index(tmp_path: Path) -> None:
     found = set(run_ranks(4, build_with_others, str(path)))
     assert len(found) == 1
     assert found.pop()[1] == 40
-    assert len(list((tmp_path / ".flagscale").glob("*.arrow*"))) == 1
+    assert len(list((tmp_path / ".flagscale").glob("*.index*"))) == 1
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from flagscale.config.errors import UserError
 from flagscale.data.corpus import Corpus
 from flagscale.data.parquet import ParquetStore
 from flagscale.data.records import SampleError
-from flagscale.data.stores import TarStore, expand_braces, open_store, split_key
+from flagscale.data.stores import open_store
+from flagscale.data.webdataset import TarStore, expand_braces, shards, split_key
 from tests.data.helpers import make_config, save_image
 
 COUNT = 5
@@ -181,14 +182,17 @@ def test_every_form_gives_the_same_samples(tmp_path: Path, form: str, expected: 
 
 
 def test_reading_a_text_leaves_embedded_images_alone(tmp_path: Path) -> None:
+    """A record costs its text; each medium is read when it is loaded, without the others."""
     for folder, form in (("p", as_parquet), ("e", as_energon)):
         (tmp_path / folder).mkdir()
         store = open_store(form(tmp_path / folder), "train")
         if isinstance(store, ParquetStore):
             store.attach(tmp_path / "rows")
         locator = list(store.locators())[2]
-        assert [media.data for media in store.record(locator, with_media=False).media] == [None, None]
-        assert all(media.data for media in store.record(locator, with_media=True).media)
+        record = store.record(locator)
+        sizes = [(tmp_path / folder / f"2-{k}.png").stat().st_size for k in range(2)]
+        assert [len(media.load()) for media in record.media if media.load] == sizes
+        assert 0 < record.num_bytes < 4000 < sum(sizes)
 
 
 def test_text_corpora_are_learned_as_a_whole(tmp_path: Path) -> None:
@@ -213,9 +217,9 @@ def test_pickles_hold_plain_lists_only(tmp_path: Path) -> None:
     """A pickle that would call something is refused before it does."""
     evil = pickle.dumps(Path("x"))
     target = as_tars(tmp_path, lambda folder, record: {"jpgs": evil, "json": b"[]"})
-    store = TarStore(target, "train")
+    store = TarStore(target, shards(target, "train"))
     with pytest.raises(SampleError, match="no pickled list of names or bytes"):
-        store.record(next(iter(store.locators())), with_media=True)
+        store.record(next(iter(store.locators())))
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,11 @@ def open_index(config: Config, path: Path, split: str, decode: bool, cache: Path
 
 def patches_of(index: SampleIndex) -> tuple[np.ndarray, np.ndarray]:
     """Patches of every visual item, and visual items of every sample."""
-    items = [index.placements(i) for i in range(len(index))]
-    patches = [item.grid_h * item.grid_w for placements in items for item in placements]
-    return np.array(patches, dtype=np.int64), np.array([len(placements) for placements in items])
+    items = index.items()
+    return items["grid_h"].astype(np.int64) * items["grid_w"], index.column("num_items")
 
 
-def summary(index: SampleIndex, patches: np.ndarray, counts: np.ndarray) -> Table:
+def summary(index: SampleIndex, patches: np.ndarray, counts: np.ndarray, seq_length: int) -> Table:
     """The numbers as a table."""
     lengths = index.column("num_tokens")
     visual = int(patches.sum()) // index.source.settings.merge_size**2
@@ -67,6 +66,7 @@ def summary(index: SampleIndex, patches: np.ndarray, counts: np.ndarray) -> Tabl
         "visual tokens": f"{visual:,} ({100 * visual / lengths.sum():.1f} % of the tokens)",
         "visual items": f"{len(patches):,} (images and frame groups; {int((counts == 0).sum()):,} samples have none)",
         "tokens of a sample": percentiles(lengths),
+        "too long": f"{int((lengths > seq_length).sum()):,} (over model.seq_length={seq_length})",
         "patches of an item": percentiles(patches) if len(patches) else "-",
     }
     for name, value in rows.items():
@@ -120,18 +120,18 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as cache:
             index = open_index(config, options.source, options.split, options.decode, Path(cache))
             with index:
-                show(console, index, options.png)
+                show(console, index, options.png, config.model.seq_length)
     except UserError as error:
         print(f"inspect: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def show(console: Console, index: SampleIndex, png: Path | None) -> None:
+def show(console: Console, index: SampleIndex, png: Path | None, seq_length: int) -> None:
     """Everything about an index."""
     patches, counts = patches_of(index)
     lengths = index.column("num_tokens")
-    console.print(summary(index, patches, counts))
+    console.print(summary(index, patches, counts, seq_length))
     for line in histogram("tokens of a sample", lengths):
         console.print(line, markup=False)
     if len(patches):
