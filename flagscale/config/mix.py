@@ -12,6 +12,7 @@ from flagscale.config.schema import Config
 
 Points = tuple[tuple[float, float], ...]
 WEIGHT_FORM = "a number >= 0, or a list of [step, weight] with ascending steps"
+LARGEST = 1e15  # so that sums of weights, and steps, are numbers
 ONLY = "train"
 """Name of the one source that `data.train_path` is."""
 
@@ -45,7 +46,7 @@ def weight_points(value: Any) -> Points:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def weight_at(points: Points, step: int) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flagscale.config.mix import Points
-from flagscale.data.corpus import TRAIN, VALID, Corpus, split_sources
+from flagscale.data.corpus import TRAIN, Corpus, split_sources
 from flagscale.data.macro import Costs, MacroBatch, MacroBatchSpec, split_step
 from flagscale.data.mix import MixSampler
 from flagscale.data.prefetch import Prefetcher
@@ -25,7 +25,6 @@ from flagscale.plan.flops import language_training_flops, vision_item_flops, vis
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from flagscale.config.schema import Config
     from flagscale.data.index_build import BadSample
     from flagscale.plan.plan import ExperimentPlan
 
@@ -36,20 +35,6 @@ class ShownSample:
 
     image: Path | bytes
     question: str
-
-
-def prepare_indexes(config: Config) -> dict[str, tuple[Path, ...]]:
-    """Build or find the indexes of every split, and check that the samples fit; for one process, before others start.
-
-    Raises:
-        UserError: for the first sample that cannot be used, naming source, line, id, cause and remedy.
-    """
-    indexes = {}
-    for split in (TRAIN, VALID) if config.data.valid_path is not None else (TRAIN,):
-        corpus = Corpus.open(config, split)
-        indexes[split] = tuple(index.path for index in corpus.indexes)
-        corpus.close()
-    return indexes
 
 
 class DataPipeline:
@@ -145,6 +130,11 @@ class DataPipeline:
         assert isinstance(self._sampler, MixSampler), "only training mixes sources"
         self.close()
         self._sampler.change(step, weights)
+
+    def first_empty_mix(self, step: int, weights: Mapping[str, Points]) -> int | None:
+        """The first step from which on such a change would leave nothing to draw from; None when there is none."""
+        assert isinstance(self._sampler, MixSampler), "only training mixes sources"
+        return self._sampler.first_empty_step(step, weights)
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """What a checkpoint needs so that reading goes on at `step`: a few numbers a source."""

@@ -6,11 +6,13 @@ samples is carried over. So the state after a step is a few numbers, and the sam
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flagscale.config.errors import UserError
 from flagscale.config.mix import ONLY, Points, weight_at
 from flagscale.data.sampler import ShuffledSource, mixed_key, permute
 
@@ -29,6 +31,8 @@ class MixState:
 class MixSampler:
     """The sample ids of each step's global batch. An id counts over all sources, in their order.
 
+    Several threads may ask: the one that reads ahead, and the one that trains.
+
     Attributes:
         names: of the sources.
         sizes: samples of each.
@@ -45,6 +49,7 @@ class MixSampler:
     _changes: list[tuple[int, tuple[Points, ...]]] = field(default_factory=list)
     _states: dict[int, MixState] = field(default_factory=dict)
     _first: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         self._changes = [(0, self.weights)]
@@ -69,22 +74,35 @@ class MixSampler:
 
     def shares(self, step: int) -> tuple[float, ...]:
         """Share of each source at a step; they add up to 1."""
-        current = next(weights for start, weights in reversed(self._changes) if start <= step)
-        values = [weight_at(points, step) for points in current]
+        values = [weight_at(points, step) for points in self._weights(step)]
         total = sum(values)
+        if not total:
+            raise UserError(f"data.sources: the weights of {', '.join(self.names)} are all 0 at step {step}; raise one")
         return tuple(value / total for value in values)
 
     def change(self, step: int, weights: Mapping[str, Points]) -> None:
         """Use these weights from `step` on; sources that are not named keep theirs."""
-        current = next(points for start, points in reversed(self._changes) if start <= step)
-        new = tuple(weights.get(name, points) for name, points in zip(self.names, current, strict=True))
-        self._changes = [entry for entry in self._changes if entry[0] < step] + [(step, new)]
-        self._states = {at: state for at, state in self._states.items() if at <= step}
+        new = self._changed(step, weights)
+        with self._lock:
+            self._changes = [entry for entry in self._changes if entry[0] < step] + [(step, new)]
+            self._states = {at: state for at, state in self._states.items() if at <= step}
+
+    def first_empty_step(self, step: int, weights: Mapping[str, Points]) -> int | None:
+        """The first step at which all weights would be 0 after `change(step, weights)`; None when there is none."""
+        new = self._changed(step, weights)
+        steps = {step, *(int(at) for points in new for at, _ in points if at > step)}
+        return next((at for at in sorted(steps) if not any(weight_at(points, at) for points in new)), None)
+
+    def _weights(self, step: int) -> tuple[Points, ...]:
+        return next(weights for start, weights in reversed(self._changes) if start <= step)
+
+    def _changed(self, step: int, weights: Mapping[str, Points]) -> tuple[Points, ...]:
+        return tuple(weights.get(name, own) for name, own in zip(self.names, self._weights(step), strict=True))
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """What a checkpoint needs to go on at `step`."""
         state = self._state(step)
-        current = next(weights for start, weights in reversed(self._changes) if start <= step)
+        current = self._weights(step)
         return {
             "step": step,
             "cursors": dict(zip(self.names, state.cursors, strict=True)),
@@ -108,6 +126,10 @@ class MixSampler:
 
     def _state(self, step: int) -> MixState:
         """State before `step`; from the nearest one known."""
+        with self._lock:
+            return self._found_state(step)
+
+    def _found_state(self, step: int) -> MixState:
         if step in self._states:
             return self._states[step]
         if step < self._first:

@@ -63,14 +63,14 @@ class MixControl:
     def _look(self, step: int, found: list[Any]) -> list[str]:
         """Puts a new content of the control file into `found` and the journal; lines about one that is not usable."""
         try:
-            text = self._control.read_text(encoding="utf-8")
+            text = self._control.read_bytes().decode(errors="replace")
         except OSError:
             return []
-        if text == self._seen:
+        if text == self._seen or not text.strip():  # empty is what an editor leaves while it writes
             return []
         self._seen = text
         try:
-            weights = self._parsed(text)
+            weights = self._parsed(text, step)
         except ValueError as error:
             return [f"{self._control}: {error}; the mix stays as it is"]
         found[0] = weights
@@ -82,11 +82,11 @@ class MixControl:
         temporary.replace(self._journal)
         return []
 
-    def _parsed(self, text: str) -> dict[str, Points]:
-        """Weights by source. Raises ValueError, saying what is wrong."""
+    def _parsed(self, text: str, step: int) -> dict[str, Points]:
+        """Weights by source, to count from a step on. Raises ValueError, saying what is wrong."""
         try:
             tree = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"is not valid YAML ({getattr(error, 'problem', error)})") from None
         if not isinstance(tree, dict) or not tree:
             raise ValueError("is no mapping of sources to weights")
@@ -99,8 +99,9 @@ class MixControl:
                 weights[name] = weight_points(value)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from None
-        if set(weights) == set(self._names) and not any(point[1] for points in weights.values() for point in points):
-            raise ValueError("sets all weights to 0")
+        empty = self._data.first_empty_mix(step, weights)
+        if empty is not None:
+            raise ValueError(f"leaves every source with weight 0 at step {empty}")
         return weights
 
     def _read_journal(self) -> list[dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +14,8 @@ import pytest
 import torch
 
 from flagscale.config.errors import UserError
-from flagscale.data.loader import DataPipeline, prepare_indexes
+from flagscale.data.corpus import Corpus
+from flagscale.data.loader import DataPipeline
 from flagscale.data.macro import MacroBatch
 from flagscale.data.sampler import NO_SAMPLE
 from flagscale.data.tokenizer import BUILTIN_SPECIAL
@@ -122,22 +126,42 @@ COUNTED = {
 }
 
 
-def test_reads_do_not_grow_with_the_number_of_ranks(sources: dict[str, Path]) -> None:
-    """Images decoded and bytes read of a global batch over all ranks, at 2, 4 and 8 of them; each image once."""
+def as_tar(source: Path) -> Path:
+    """The samples of a JSONL file as a WebDataset of one file, their images in it."""
+    target = source.with_suffix(".tar")
+    with tarfile.open(target, "w") as tar:
+        for line in source.read_text().splitlines():
+            record = json.loads(line)
+            files = {f"{k}.png": (source.parent / name).read_bytes() for k, name in enumerate(record["images"])}
+            for suffix, data in {**files, "json": json.dumps(record["conversations"]).encode()}.items():
+                member = tarfile.TarInfo(f"{record['id']}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return target
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_reads_do_not_grow_with_the_number_of_ranks(sources: dict[str, Path], embedded: bool) -> None:
+    """Images decoded and bytes read of a global batch over all ranks, at 2, 4 and 8 of them; each image once.
+
+    Also where a sample's images are encoded by several ranks and lie in one tar file: each reads its own.
+    """
     found = {}
+    train = as_tar(sources["train"]) if embedded else sources["train"]
+    lines = [json.loads(line) for line in sources["train"].read_text().splitlines()]
     for world, layout in COUNTED.items():
-        with pipelines(plan_for(sources, layout, prefetch=0)) as ranks:
+        with pipelines(plan_for({**sources, "train": train}, layout, prefetch=0)) as ranks:
             assert len(ranks) == world
             for pipeline in ranks:
                 list(pipeline.step(0))
             ids = ranks[0].sample_ids(0)
-            names = [media.name for i in ids for media in ranks[0].corpus.record(i).media]
-            records = sum(len(line) for line in sources["train"].read_bytes().splitlines(keepends=True))
-            assert sum(p.decoded for p in ranks) == len(names)
+            images = [sources["train"].parent / name for i in ids for name in lines[i]["images"]]
+            assert sum(p.decoded for p in ranks) == len(images)
             found[world] = sum(p.corpus.media_bytes for p in ranks)
-            assert found[world] == sum((sources["train"].parent / name).stat().st_size for name in names)
+            assert found[world] == sum(image.stat().st_size for image in images)
             # A text is read by the ranks of its replica and by the encoders of its images: far less than the images.
-            assert sum(p.corpus.record_bytes for p in ranks) < 4 * records < 0.1 * found[world]
+            texts = sources["train"].stat().st_size + (512 * 4 * len(lines) if embedded else 0)  # headers of tar files
+            assert sum(p.corpus.record_bytes for p in ranks) < 4 * texts < (0.3 if embedded else 0.1) * found[world]
             assert len(ids) == 40
     assert len(set(found.values())) == 1
 
@@ -221,7 +245,7 @@ def test_an_image_that_changed_size_is_noticed(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "s.jsonl", [sharegpt("<image>", "3", ["a.png"])])
     with pipelines(make_plan(make_config(path), Grid(), Grid(), (1,))) as (pipeline,):
         save_image(tmp_path / "a.png", 64, 64)
-        with pytest.raises(UserError, match=r"changed size after it was indexed; remove .*\.arrow"):
+        with pytest.raises(UserError, match=r"changed size after it was indexed; remove .*\.index"):
             list(pipeline.step(0))
 
 
@@ -237,11 +261,10 @@ def test_samples_for_people(sources: dict[str, Path]) -> None:
         assert pipeline.decode(tokens_T.tolist()).startswith("user\nWhich?\nassistant\n0")
 
 
-def test_indexes_are_prepared_for_both_splits(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_indexes_of_both_splits_lie_in_the_cache_folder(sources: dict[str, Path], tmp_path: Path) -> None:
     config = plan_for(sources, cache_path=str(tmp_path)).config
-    paths = prepare_indexes(config)
-    assert {split: path.parent for split, (path,) in paths.items()} == {"train": tmp_path, "valid": tmp_path}
-    assert all(path.is_file() for (path,) in paths.values())
-    short = make_config(sources["train"], model={"seq_length": 20})
+    for split in ("train", "valid"):
+        (index,) = Corpus.open(config, split).indexes
+        assert index.path.parent == tmp_path
     with pytest.raises(UserError, match=r"more than model\.seq_length=20"):
-        prepare_indexes(short)
+        Corpus.open(make_config(sources["train"], model={"seq_length": 20}), "train")

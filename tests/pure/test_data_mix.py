@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.config.errors import ConfigError
+from flagscale.config.errors import ConfigError, UserError
 from flagscale.config.mix import sources_are_complete, training_sources, weight_at, weight_points
 from flagscale.data.mix import MixSampler
 from tests.data.helpers import make_config
@@ -36,7 +38,8 @@ def test_weights_are_ramps_and_jumps() -> None:
     assert weight_at(weight_points(3), 7) == 3
 
 
-@pytest.mark.parametrize("value", ["much", True, [], [[1]], [[0, 1], [5, "x"]], [[5, 1], [0, 1]], [[-1, 1]], -0.5])
+@pytest.mark.parametrize("value", ["much", True, [], [[1]], [[0, 1], [5, "x"]], [[5, 1], [0, 1]], [[-1, 1]], -0.5,
+    float("nan"), float("inf"), 10**400, [[float("nan"), 1]]])  # fmt: skip
 def test_weights_that_are_none_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"must be|steps that do not ascend|below 0"):
         weight_points(value)
@@ -116,6 +119,40 @@ def test_going_on_from_a_checkpoint_equals_an_unbroken_run(stop: int, change: in
         assert second.sample_ids(step) == expected[step]
     with pytest.raises(IndexError, match="lies before"):
         second.sample_ids(stop - 1)
+
+
+def test_weights_that_would_all_be_zero_are_found_before_they_are_used() -> None:
+    """Also at a step that is still to come, and together with sources that the change does not name."""
+    mixed = sampler(1.0, [[0, 1.0], [10, 0.0]], 0.0)
+    assert mixed.first_empty_step(3, {"a": weight_points(0.0)}) == 10
+    assert mixed.first_empty_step(12, {"a": weight_points(0.0)}) == 12
+    assert mixed.first_empty_step(3, {"a": weight_points([[0, 1.0], [20, 0.0]])}) == 20
+    assert mixed.first_empty_step(3, {"a": weight_points(0.0), "c": weight_points(0.1)}) is None
+    mixed.change(3, {"a": weight_points(0.0)})
+    assert len(mixed.sample_ids(9)) == 10
+    with pytest.raises(UserError, match=r"a, b, c are all 0 at step 10"):
+        mixed.sample_ids(10)
+
+
+def test_two_threads_may_draw_at_once() -> None:
+    """The one that trains and the one that reads ahead."""
+    expected = [sampler().sample_ids(step) for step in range(400)]
+    mixed, found = sampler(), [None, None]
+
+    def draw(thread: int) -> None:
+        found[thread] = [mixed.sample_ids(step) for step in range(400)]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=draw, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [expected, expected]
 
 
 def test_resuming_costs_the_same_after_a_billion_steps() -> None:
