@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
@@ -33,6 +33,9 @@ def cuda_platform() -> Platform:
     Raises:
         UserError: no GPU, no GPU for this local rank, or a triton version with which the gated delta rule is wrong.
     """
+    # Read when this process first uses its GPU. Megatron-Core's tensor parallel overlap relies on kernels being issued
+    # in one order; the launcher sets it too, other programs may not.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not torch.cuda.is_available():
         raise UserError("system.platform is cuda, but this process sees no GPU; set system.platform=cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -56,10 +59,17 @@ def cuda_platform() -> Platform:
         peak_flops=peak_flops(torch.cuda.get_device_name(device)),
         description=(
             f"cuda: {torch.cuda.get_device_name(device)}, nccl, torch {torch.__version__}, "
-            f"transformer engine {engine or 'absent'}, flash-linear-attention {fla or 'absent'}, triton {triton}"
+            f"transformer engine {engine or 'absent'}, flash-linear-attention {fla or 'absent'}, triton {triton}, "
+            f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} ({communication_settings(os.environ)})"
         ),
         install=_installer(device, fla is not None),
     )
+
+
+def communication_settings(environment: Mapping[str, str]) -> str:
+    """The variables that are set and steer communication between GPUs, for the log."""
+    names = sorted(name for name in environment if name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX")))
+    return ", ".join(f"{name}={environment[name]}" for name in names)
 
 
 def peak_flops(device_name: str) -> float | None:

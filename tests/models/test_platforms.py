@@ -9,7 +9,7 @@ from torch import Tensor
 from flagscale.config.errors import UserError
 from flagscale.platforms import get_platform
 from flagscale.platforms.cpu_adam import CpuFusedAdam
-from flagscale.platforms.cuda import check_triton
+from flagscale.platforms.cuda import check_triton, communication_settings, peak_flops
 from flagscale.platforms.torch_kernels import causal_conv1d, chunk_gated_delta_rule, l2norm
 from tests.dist.pool import run_ranks
 
@@ -119,6 +119,19 @@ def test_the_cpu_answers_for_cuda() -> None:
     answers = run_ranks(1, shim_answers)[0]
     expected = {"twice": True, "device": "cpu", "type": "torch.cuda.FloatTensor", "cast": True, "repeats": True}
     assert answers == {**expected, "name": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A800-SXM4-80GB", 312e12), ("NVIDIA T4", None)],
+)
+def test_peak_follows_from_the_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_settings_of_communication_are_reported() -> None:
+    environment = {"NCCL_NVLS_ENABLE": "0", "PATH": "/bin", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_HOME": "/usr"}
+    assert communication_settings(environment) == "CUDA_DEVICE_MAX_CONNECTIONS=1, NCCL_NVLS_ENABLE=0"
 
 
 def test_cuda_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
