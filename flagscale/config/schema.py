@@ -169,6 +169,10 @@ class SystemConfig:
     cuda_graph: bool = key(
         True, "on GPUs without pipeline stages, replay a microbatch of the language model as one CUDA graph"
     )
+    peak_tflops: float | None = key(
+        None, "dense bf16 peak that `mfu` is a share of; null takes the device's, by its name", unit="TFLOP/s a GPU",
+        minimum=0.001,
+    )  # fmt: skip
     threads_per_rank: int | None = key(None, "CPU threads of a rank; null divides the cores by the ranks", minimum=1)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     logging: LoggingConfig = section(LoggingConfig)

@@ -75,6 +75,11 @@ def language_training_flops(model: ModelConfig, batch: int, seq: int) -> float:
     return factors["language"] * language_flops(model, batch, seq) + factors["mtp"] * mtp_flops(model, batch, seq)
 
 
+def utilisation(flops: float, *, seconds: float, gpus: int, peak_flops: float) -> float:
+    """Model FLOPs utilisation (MFU): the share of what `gpus` could do in `seconds` at `peak_flops` FLOP/s each."""
+    return flops / (seconds * gpus * peak_flops)
+
+
 def _attention(model: ModelConfig, seq: int) -> float:
     query, key = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     linear = 2 * model.hidden_size * (2 * query + 2 * key + query)

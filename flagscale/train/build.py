@@ -45,6 +45,12 @@ class TrainState:
         """Compute dtype of both modules."""
         return torch.bfloat16 if self.plan.config.system.bf16 else torch.float32
 
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s of a rank's device: `system.peak_tflops`, else the vendor's figure, None where unknown."""
+        given = self.plan.config.system.peak_tflops
+        return self.platform.peak_flops if given is None else 1e12 * given
+
 
 def build(plan: ExperimentPlan, platform: Platform) -> TrainState:
     """Builds the training state. Collective over the world."""

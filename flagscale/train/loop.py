@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from flagscale.data.loader import DataPipeline
+from flagscale.plan.flops import utilisation
 from flagscale.plan.layout import LANGUAGE, VISION
 from flagscale.train.build import TrainState
 from flagscale.train.checkpoint import Checkpoints
@@ -112,6 +113,7 @@ class Training:
         plan, outcome = self._state.plan, report.outcome
         num_tokens = report.num_tokens
         lm, mtp = report.loss_sums.tolist()
+        flops, peak = self._data.flops(step), self._state.peak_flops
         values = {
             "iteration": step + 1,
             "lm_loss": lm / max(self._data.num_loss_tokens(step), 1),
@@ -122,7 +124,7 @@ class Training:
             "iteration_time_s": seconds,
             "samples_per_s": plan.batch.global_batch_size / seconds,
             "tokens_per_s": num_tokens / seconds,
-            "tflops_per_gpu": self._data.flops(step) / seconds / plan.world_size / 1e12,
+            "tflops_per_gpu": flops / seconds / plan.world_size / 1e12,
             "num_tokens": num_tokens,
             "num_images": report.num_items,
             "vision_load_max_over_mean": max_over_mean(report.loads),
@@ -132,6 +134,8 @@ class Training:
             "exchange_bytes": report.exchange_bytes,
             "skipped": self._progress["skipped"],
         }
+        if peak is not None:
+            values["mfu"] = utilisation(flops, seconds=seconds, gpus=plan.world_size, peak_flops=peak)
         values |= self._data.source_metrics(step)
         return values | {f"{phase}_s": seconds for phase, seconds in report.phase_s.items()}
 

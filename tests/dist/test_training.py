@@ -136,6 +136,7 @@ def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
         "vision_load_max_over_mean", "skipped", "exchange_bytes", "data_wait_s",
     }  # fmt: skip
     assert promised <= lines[0].keys()
+    assert "mfu" not in lines[0]  # nobody knows a CPU's peak
     evaluations = [line for line in lines if "eval_lm_loss" in line]
     assert {"iteration", "eval_lm_loss", "eval_mtp_1_loss", "eval_accuracy"} <= evaluations[0].keys()
     assert [line["iteration"] for line in evaluations] == [1, 2]
@@ -143,3 +144,10 @@ def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
     for name in ("losses.png", "answers.png"):
         assert (tmp_path / "run" / "plots" / name).read_bytes()[:4] == b"\x89PNG"
     assert dataclasses.replace(plan) == plan
+
+
+def test_mfu_is_the_share_of_the_peak_that_is_given(digits: Path, tmp_path: Path) -> None:
+    plan = plan_of(digits, tmp_path / "run", "model.train_iters=1", "system.peak_tflops=0.5", "model.eval_interval=null")
+    run_ranks(4, train, plan)
+    line = read_metrics(tmp_path / "run")[0]
+    assert line["mfu"] == pytest.approx(line["tflops_per_gpu"] / 0.5)

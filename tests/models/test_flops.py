@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from flagscale.config.schema import ModelConfig
-from flagscale.plan.flops import GDN_CHUNK, language_flops, vision_item_flops
+from flagscale.plan.flops import (
+    GDN_CHUNK,
+    language_flops,
+    mtp_flops,
+    utilisation,
+    vision_item_flops,
+    vision_item_training_flops,
+)
+from flagscale.plan.layout import LANGUAGE, VISION
 from flagscale.plan.params import attention_layers, parameter_counts
+from tests.dist.harness import build_state, make_plan
+from tests.dist.pool import run_ranks
 
 MODEL = ModelConfig(
     num_layers=4,
@@ -83,3 +96,37 @@ def test_vision_flops(reference: Qwen3_5ForConditionalGeneration) -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference.model.visual(torch.zeros(24 * 16, 1536), grid_thw=torch.tensor([[1, 24, 16]]))
     assert counter.get_total_flops() == pytest.approx(vision_item_flops(MODEL, 24, 16), rel=1e-3)
+
+
+def counted_training_flops(model: ModelConfig) -> tuple[float, float]:
+    """What PyTorch counts in both passes of this project's language model and encoder. On a rank of the pool."""
+    keys = {name: getattr(model, name) for name in ModelConfig.__dataclass_fields__ if name != "optimizer"}
+    state = build_state(make_plan(1, **keys | {"seq_length": TOKENS}))
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    pixels = torch.zeros(24 * 16, 1536, requires_grad=True)  # a backward of three products everywhere
+    try:
+        # The one kernel of attention whose products are counted; it computes all of a causal score matrix.
+        with sdpa_kernel(SDPBackend.MATH):
+            with FlopCounterMode(display=False) as counter:
+                lm_BS, mtp_BS = state.raw[LANGUAGE](tokens, tokens.expand(3, 1, -1), tokens)
+                (lm_BS.sum() + (0 if mtp_BS is None else mtp_BS.sum())).backward()
+            language = counter.get_total_flops()
+            with FlopCounterMode(display=False) as counter:
+                state.raw[VISION](pixels, [(24, 16)]).sum().backward()
+        return language, counter.get_total_flops()
+    finally:
+        state.topology.destroy()
+
+
+def test_training_flops_of_vision_and_mtp() -> None:
+    """Of this project's own modules, backward included."""
+    with_mtp = dataclasses.replace(MODEL, mtp_num_layers=1)
+    (without, vision), (language, _) = (run_ranks(1, counted_training_flops, m)[0] for m in (MODEL, with_mtp))
+    unused_half = 4 * MODEL.num_attention_heads * MODEL.kv_channels * TOKENS / 2 * TOKENS
+    assert language - without == pytest.approx(3 * (mtp_flops(with_mtp, 1, TOKENS) + unused_half), rel=1e-3)
+    assert vision == pytest.approx(vision_item_training_flops(MODEL, 24, 16), rel=1e-3)
+
+
+def test_utilisation() -> None:
+    """By hand: 8 GPUs of 1000 TFLOP/s can do 16 PFLOP in 2 s; 4.8 PFLOP are 30 % of that."""
+    assert utilisation(4.8e15, seconds=2.0, gpus=8, peak_flops=1e15) == pytest.approx(0.3)
