@@ -11,11 +11,12 @@ import atexit
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -125,8 +126,11 @@ class Pool:
         return results
 
     def end(self) -> None:
-        """Kills every rank."""
+        """Kills every rank, and what it has started (Megatron-Core's writer of checkpoints keeps a server)."""
         for process, connection in self.workers:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):  # it has ended, or has not yet become the leader of its group
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             connection.close()
         for process, _ in self.workers:
@@ -136,6 +140,7 @@ class Pool:
 
 def _serve(connection: Connection) -> None:
     """Main loop of a rank."""
+    os.setpgrp()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist

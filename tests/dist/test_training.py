@@ -24,7 +24,7 @@ from tools.data import make_digits
 SMALL = (
     "model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vision_hidden_size=32",
     "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4", "model.kv_channels=32",
-    "model.seq_length=128", "model.global_batch_size=16", "model.eval_iters=1", "system.logging.wandb=false",
+    "model.seq_length=144", "model.global_batch_size=16", "model.eval_iters=1", "system.logging.wandb=false",
     "system.logging.tensorboard=false",
 )  # fmt: skip
 
