@@ -19,7 +19,13 @@ from flagscale.config.errors import UserError  # noqa: E402
 from flagscale.config.loading import load  # noqa: E402
 from flagscale.data.loader import TRAIN, DataPipeline  # noqa: E402
 from flagscale.data.macro import MacroBatchSpec  # noqa: E402
-from flagscale.parallel.routes import Consumer, Route, backward_routes, forward_routes  # noqa: E402
+from flagscale.parallel.routes import (  # noqa: E402
+    Consumer,
+    Route,
+    backward_routes,
+    forward_routes,
+    stays_in_replica,
+)
 from flagscale.plan.build import checked_plan  # noqa: E402
 from flagscale.plan.layout import LANGUAGE, VISION  # noqa: E402
 from flagscale.plan.plan import ExperimentPlan  # noqa: E402
@@ -72,7 +78,7 @@ def rank_map(plan: ExperimentPlan) -> str:
 
 
 def exchange(plan: ExperimentPlan, spec: MacroBatchSpec) -> str:
-    """Who encodes what of a macro batch, and the rows that go from rank to rank, there and back."""
+    """Who encodes what of a macro batch, and the rows that go from rank to rank, there and, for what trains, back."""
     model = plan.config.model
     consumer = Consumer(
         seq_length=model.seq_length, sequence_parallel=model.sequence_parallel, mtp=model.mtp_num_layers > 0
@@ -85,7 +91,12 @@ def exchange(plan: ExperimentPlan, spec: MacroBatchSpec) -> str:
     for replica, indexes in enumerate(spec.encode):
         patches = sum(spec.items[index].num_patches for index in indexes)
         lines.append(f"  vision replica {replica} encodes {len(indexes)} images of {patches} patches")
-    for title, rule in (("embeddings", forward_routes), ("gradients", backward_routes)):
+    if stays_in_replica(*grids, plan.vision_balance):
+        lines.append("  every image is encoded in the language replica that uses it: replicas exchange nothing")
+    directions = [("embeddings", forward_routes)]
+    if not (model.freeze_vision and model.freeze_merger):
+        directions.append(("gradients", backward_routes))
+    for title, rule in directions:
         lines += _matrix(title, rule(spec.items, spec.encode, *grids, consumer), plan)
     return "\n".join(lines)
 

@@ -1,7 +1,9 @@
 """Moves visual embeddings from the ranks that encoded them to the ranks that use them, and their gradients back.
 
-One ragged all-to-all each way. Both ends derive the split sizes from the routes (`routes.py`), so nothing is
-negotiated. Legend of shapes: V rows made by this rank, R rows received by it, D width of the language model.
+One ragged all-to-all each way, among the ranks that may have something for each other, and none where nobody has. Both
+ends derive the split sizes from the routes (`routes.py`), so nothing is negotiated.
+
+Legend of shapes: V rows made by this rank, R rows received by it, D width of the language model.
 """
 
 from __future__ import annotations
@@ -39,16 +41,20 @@ class Traffic:
     receive_rows: np.ndarray
     receive_counts: list[int]
     num_rows_out: int  # rows in the buffer that is filled
+    anything: bool  # whether a row leaves any of the peers; the same on all of them
 
     @classmethod
-    def build(cls, routes: Sequence[Route], rank: int, world: int, held: RowsOf, filled: RowsOf, size: int) -> Traffic:
+    def build(
+        cls, routes: Sequence[Route], rank: int, peers: Sequence[int], held: RowsOf, filled: RowsOf, size: int
+    ) -> Traffic:
         """Args:
         routes: of the whole job, the same on every rank.
+        peers: ranks among which this rank's rows travel, itself included.
         held: offsets of the items' rows in the buffer sent from.
         filled: offsets of the items' rows in the buffer received into, which has `size` rows.
         """
-        sends = [[] for _ in range(world)]  # type: list[list[np.ndarray]]
-        receives = [[] for _ in range(world)]  # type: list[list[np.ndarray]]
+        sends: dict[int, list[np.ndarray]] = {peer: [] for peer in peers}
+        receives: dict[int, list[np.ndarray]] = {peer: [] for peer in peers}
         for route in routes:
             rows = np.arange(route.first_row, route.first_row + route.num_rows)
             if route.source == rank:
@@ -57,15 +63,16 @@ class Traffic:
                 receives[route.source].append(filled[route.item] + rows)
         return cls(
             send_rows=_join(sends),
-            send_counts=[sum(map(len, peer)) for peer in sends],
+            send_counts=[sum(map(len, parts)) for parts in sends.values()],
             receive_rows=_join(receives),
-            receive_counts=[sum(map(len, peer)) for peer in receives],
+            receive_counts=[sum(map(len, parts)) for parts in receives.values()],
             num_rows_out=size,
+            anything=any(route.source != route.target and route.source in sends for route in routes),
         )
 
 
-def _join(peers: list[list[np.ndarray]]) -> np.ndarray:
-    parts = [rows for peer in peers for rows in peer]
+def _join(peers: dict[int, list[np.ndarray]]) -> np.ndarray:
+    parts = [rows for peer in peers.values() for rows in peer]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
@@ -79,33 +86,35 @@ class Exchange:
         consumer: what the language model needs.
         rank: this rank.
         micro_batch_size: rows of a microbatch (B).
+        group: the ranks among which this rank's rows travel; see `Topology.exchange_group`.
     """
 
     def __init__(
         self, items: Sequence[VisualItem], encode: Sequence[Sequence[int]], *, vision: Grid, language: Grid,
-        consumer: Consumer, rank: int, micro_batch_size: int,
+        consumer: Consumer, rank: int, micro_batch_size: int, group: dist.ProcessGroup,
     ) -> None:  # fmt: skip
         self._items = items
         self._language = language
         self._consumer = consumer
         self._coordinate = language.coordinate(rank)
         self._micro_batch_size = micro_batch_size
-        world = max(vision.offset + vision.size, language.offset + language.size)
+        self._group = group
+        peers = dist.get_process_group_ranks(group)
         forward = forward_routes(items, encode, vision, language, consumer)
         backward = backward_routes(items, encode, vision, language, consumer)
         made, num_made = self._made_rows(encode, vision, rank)
         self._received, self._slices, num_received = self._received_rows(forward, rank)
-        self._forward = Traffic.build(forward, rank, world, made, self._received, num_received)
-        self._backward = Traffic.build(backward, rank, world, self._received, made, num_made)
+        self._forward = Traffic.build(forward, rank, peers, made, self._received, num_received)
+        self._backward = Traffic.build(backward, rank, peers, self._received, made, num_made)
         self._travelling_rows = travelling_rows(forward), travelling_rows(backward)
 
     def send_embeddings(self, rows_VD: torch.Tensor) -> torch.Tensor:
-        """rows_VD -> rows_RD. Collective over the world; a rank without rows takes part with none."""
-        return _all_to_all(rows_VD, self._forward)
+        """rows_VD -> rows_RD. Collective over the group where anything travels; a rank without rows takes part."""
+        return _all_to_all(rows_VD, self._forward, self._group)
 
     def send_gradients(self, grads_RD: torch.Tensor) -> torch.Tensor:
         """grads_RD -> grads_VD, summed over the ranks that used a row: the adjoint of `send_embeddings`."""
-        return _all_to_all(grads_RD, self._backward)
+        return _all_to_all(grads_RD, self._backward, self._group)
 
     def travelling_rows(self, *, backward: bool) -> int:
         """Rows that leave their rank over the whole job: the embeddings and, with `backward`, their gradients."""
@@ -172,11 +181,13 @@ def _index(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return to_device(torch.from_numpy(values.astype(np.int64, copy=False)), device)
 
 
-def _all_to_all(rows: torch.Tensor, traffic: Traffic) -> torch.Tensor:
+def _all_to_all(rows: torch.Tensor, traffic: Traffic, group: dist.ProcessGroup) -> torch.Tensor:
     """Sends rows per `traffic` and adds what arrives into a zeroed buffer, in a fixed order."""
     width = rows.shape[1]
     outgoing = rows.index_select(0, _index(traffic.send_rows, rows.device))
-    incoming = rows.new_empty((len(traffic.receive_rows), width))
-    dist.all_to_all_single(incoming, outgoing, traffic.receive_counts, traffic.send_counts)
+    incoming = outgoing
+    if traffic.anything:
+        incoming = rows.new_empty((len(traffic.receive_rows), width))
+        dist.all_to_all_single(incoming, outgoing, traffic.receive_counts, traffic.send_counts, group=group)
     filled = rows.new_zeros((traffic.num_rows_out, width))
     return filled.index_add_(0, _index(traffic.receive_rows, rows.device), incoming)

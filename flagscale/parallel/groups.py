@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from flagscale.parallel import megatron_state
+from flagscale.parallel.routes import stays_in_replica
 from flagscale.plan.layout import LANGUAGE, VISION, Grid
 
 
@@ -47,6 +48,19 @@ class Topology:
     def has(self, module: str) -> bool:
         """Whether this rank holds a part of the module."""
         return module in self.groups
+
+    def exchange_group(self, balance: str) -> dist.ProcessGroup:
+        """The ranks among which embeddings travel: the world, or this rank's language replica where none leaves it.
+
+        So that replicas without anything to exchange, as in the unified layout, do not wait for each other.
+
+        Args:
+            balance: as in `data.assignment.assign`.
+        """
+        alone = stays_in_replica(self.grids[VISION], self.grids[LANGUAGE], balance)
+        group = self.groups[LANGUAGE].mp if alone else dist.group.WORLD
+        assert isinstance(group, dist.ProcessGroup), "torch.distributed is not initialised"
+        return group
 
     def destroy(self) -> None:
         """Ends the groups made here, in the order they were made."""

@@ -7,7 +7,8 @@ only rows of its sequence shard (and the one row after it, for MTP).
 
 Forward, a rank gets every row it needs once, from itself where it encoded the row. Backward is the adjoint: every
 contribution to a row's gradient goes once to each TP rank of the vision replica that made it. Without sequence
-parallelism the TP ranks of a language replica hold equal gradients, so one of them sends.
+parallelism the TP ranks of a language replica hold equal gradients, so a maker that is one of them takes its own, and
+to any other maker one of them sends.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Route:
     num_rows: int
     source: int
     target: int
+
+
+Holder = tuple[int, int, int]
+"""(rank, first row, last row): a rank that uses these rows of an item, and holds their gradients afterwards."""
 
 
 def sequence_shard(language: Grid, consumer: Consumer, tp: int, row_length: int | None = None) -> tuple[int, int]:
@@ -92,12 +97,23 @@ def backward_routes(
         item = items[index]
         makers = [vision.rank(tp=tp, dp=v) for tp in range(vision.tp)]
         holders = list(_consumers(item, language, consumer))
-        if not consumer.sequence_parallel:
-            holders = _one_per_stage(holders, language, makers, index)
-        for source, first, last in holders:
-            for target in makers:
-                routes.append(Route(item=index, first_row=first, num_rows=last - first, source=source, target=target))
+        if consumer.sequence_parallel:
+            pairs = [(holder, target) for holder in holders for target in makers]
+        else:
+            pairs = _one_per_stage(holders, language, makers, index)
+        for (source, first, last), target in pairs:
+            routes.append(Route(item=index, first_row=first, num_rows=last - first, source=source, target=target))
     return routes
+
+
+def stays_in_replica(vision: Grid, language: Grid, balance: str) -> bool:
+    """Whether every image is encoded on ranks of the language replica that uses it, so that replicas exchange nothing.
+
+    Args:
+        balance: as in `data.assignment.assign`.
+    """
+    homes = [{language.coordinate(vision.rank(tp=tp, dp=d))["dp"] for tp in range(vision.tp)} for d in range(vision.dp)]
+    return balance in ("none", "replica") and all(len(replicas) == 1 for replicas in homes)
 
 
 def travelling_rows(routes: Sequence[Route]) -> int:
@@ -105,8 +121,8 @@ def travelling_rows(routes: Sequence[Route]) -> int:
     return sum(route.num_rows for route in routes if route.source != route.target)
 
 
-def _consumers(item: VisualItem, language: Grid, consumer: Consumer) -> list[tuple[int, int, int]]:
-    """(rank, first row, last row) of every rank that needs rows of `item`, by ascending rank."""
+def _consumers(item: VisualItem, language: Grid, consumer: Consumer) -> list[Holder]:
+    """Every rank that needs rows of `item`, by ascending rank."""
     found = []
     for pp in range(language.pp):
         for tp in range(language.tp):
@@ -116,14 +132,15 @@ def _consumers(item: VisualItem, language: Grid, consumer: Consumer) -> list[tup
     return found
 
 
-def _one_per_stage(
-    holders: list[tuple[int, int, int]], language: Grid, makers: list[int], index: int
-) -> list[tuple[int, int, int]]:
-    """Of each stage's TP ranks, which hold equal gradients, the one that sends: a maker itself, else dealt by item."""
-    chosen = []
+def _one_per_stage(holders: list[Holder], language: Grid, makers: list[int], index: int) -> list[tuple[Holder, int]]:
+    """(holder, maker) pairs: of each stage's TP ranks, which hold equal gradients, the one that sends to a maker.
+
+    A maker that holds the gradient itself takes its own; for the others the sender is dealt by item and maker.
+    """
+    pairs = []
     for pp in range(language.pp):
         stage = [holder for holder in holders if language.coordinate(holder[0])["pp"] == pp]
-        if stage:
-            own = [holder for holder in stage if holder[0] in makers]
-            chosen.append(own[0] if own else stage[index % len(stage)])
-    return chosen
+        for number, maker in enumerate(makers if stage else []):
+            own = [holder for holder in stage if holder[0] == maker]
+            pairs.append((own[0] if own else stage[(index + number) % len(stage)], maker))
+    return pairs

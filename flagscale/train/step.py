@@ -72,6 +72,7 @@ class TrainStep:
         self._consumer = Consumer(
             seq_length=model.seq_length, sequence_parallel=model.sequence_parallel, mtp=model.mtp_num_layers > 0
         )
+        self._exchange_group = state.topology.exchange_group(state.plan.vision_balance)
         self.language = LanguageSchedule(
             state.modules[LANGUAGE],
             state.topology.groups[LANGUAGE],
@@ -143,6 +144,7 @@ class TrainStep:
                 consumer=self._consumer,
                 rank=state.topology.rank,
                 micro_batch_size=1 if spec.packed else state.plan.config.model.micro_batch_size,
+                group=self._exchange_group,
             )
             rows_RD = exchange.send_embeddings(rows_VD)
         needs_grad = self._trains_vision and torch.is_grad_enabled()
