@@ -1,9 +1,9 @@
 """Random layouts, batches and samples: no step hangs, and all agree with the single process.
 
-Cases come in groups that share a built model (layout, frozen parts, heads), because building costs more than a case.
-Each case draws its batch (microbatches, factor, short last macro batch, balance, recomputation), its samples, and the
-order in which it trains, validates and steps. `-m long` runs a thousand cases, the rest of the suite forty of other
-seeds.
+Cases come in groups that share a built model (layout, frozen parts, heads, experts), because building costs more than a
+case. Each case draws its batch (microbatches, factor, short last macro batch, balance, recomputation, packing), its
+samples, and the order in which it trains, validates and steps. `-m long` runs a thousand cases, the rest of the suite
+forty of other seeds. The single process computes padded rows whatever the case packs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from flagscale.train.evaluate import evaluate
 from flagscale.train.step import TrainStep
 from tests.dist.harness import HeldOut, Samples, accumulated, build_state, loss_weights, macro_batches, make_plan
 from tests.dist.pool import LIMIT, Pool, RankTimeout, shared_pool
+from tests.dist.test_expert_gradients import MOE
 from tests.dist.test_gradients import FROZEN, compare
+from tests.dist.test_packing import MODES, with_data
 
 CI_SEEDS = (0, 7, 9, 11, 16, 19, 26, 36)  # worlds of 4 and 6: groups of all kinds of layouts and frozen parts
 LAYERS = {1: 2, 2: 2, 3: 3, 4: 4}  # by pipeline stages
@@ -43,16 +45,18 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One draw: keys of the batch, samples, actions; `filled` samples of a validation batch, the other slots empty."""
+    """One draw: keys of the batch and of `data`, samples, actions; `filled` samples of a validation batch, the other
+    slots empty."""
 
     batch: dict[str, Any]
+    data: dict[str, Any]
     samples: Samples
     actions: tuple[str, ...]
     filled: int
 
 
 def draw_group(draw: random.Random) -> Group:
-    """A layout that fits its world, frozen parts, and kinds of output layer."""
+    """A layout that fits its world, frozen parts, kinds of output layer, and experts or none."""
     world = draw.choices([2, 4, 6, 8], [3, 5, 1, 1])[0]
     while True:
         tp, pp, vision_tp = draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 3, 4]), draw.choice([1, 1, 2, 4])
@@ -75,11 +79,19 @@ def draw_group(draw: random.Random) -> Group:
         "optimizer": OptimizerConfig(lr=0.0, weight_decay=0.0),
         **draw.choice([{}, {}, *FROZEN.values()]),
     }
+    if draw.random() < 0.25:
+        # Megatron-Core folds the balancing loss's weight into the built model, so a group has one for all its batches.
+        model |= MOE | {"num_layers": LAYERS[pp]}
+        layout["sequence_parallel"] |= tp > 1
+        layout["expert_model_parallel_size"] = draw.choice([n for n in (1, 2, 4) if world // pp % n == 0])
     return Group(world=world, layout=layout, model=model)
 
 
 def draw_case(draw: random.Random, group: Group) -> Case:
-    """Up to 6 microbatches and 16 samples, a factor up to 6, samples without, with one or with several images."""
+    """Up to 6 microbatches and 16 samples, a factor up to 6, samples without, with one or with several images.
+
+    Half the cases pack their rows; with experts none does, because the balancing loss is one of rows.
+    """
     language_dp = group.world // group.layout["tensor_model_parallel_size"]
     language_dp //= group.layout["pipeline_model_parallel_size"]
     micro_batch_size = draw.choice([1, 1, 2])
@@ -94,8 +106,10 @@ def draw_case(draw: random.Random, group: Group) -> Case:
         smallest = vision_dp // math.gcd(vision_dp, samples_of_microbatch)  # factor that vision_dp can share out
         factor = smallest * draw.randint(1, max(1, 6 // smallest))
         batch["vision_micro_batch_size"] = factor * samples_of_microbatch // vision_dp
+    packs = "num_experts" not in group.model and draw.random() < 0.5
     return Case(
         batch=batch,
+        data=draw.choice(MODES[1:]) if packs else {},
         samples=Samples(seed=draw.randrange(10**6), images=draw.choice(IMAGES)),
         actions=draw.choice(ORDERS),
         filled=draw.randint(1, batch["global_batch_size"]),
@@ -148,26 +162,31 @@ def same(found: Any, expected: Any, label: str) -> None:
         assert (found.lm_loss, found.mtp_loss) == pytest.approx(losses, rel=1e-5), label
 
 
+def single_process(group: Group, size: int) -> ExperimentPlan:
+    """The plan of one process that computes global batches of this size."""
+    micro = max(n for n in (1, 2, 3, 4) if size % n == 0)
+    return make_plan(1, **group.model, global_batch_size=size, micro_batch_size=micro, vision_micro_batch_size=micro)
+
+
 def run_group(reference: Pool, seed: int, cases: int, timeout: float = LIMIT) -> None:
     """Draws a group and its cases, and runs all of them."""
     draw = random.Random(seed)
     group = draw_group(draw)
     drawn = [draw_case(draw, group) for _ in range(cases)]
     with shared_pool().session(group.world) as many, reference.session(1) as one:
-        plans = [make_plan(group.world, **group.layout, **group.model, **case.batch) for case in drawn]
+        plans = [
+            with_data(make_plan(group.world, **group.layout, **group.model, **case.batch), **case.data)
+            for case in drawn
+        ]
         many(build_once, plans[0])
-        one(build_once, make_plan(1, **group.model))
+        one(build_once, single_process(group, plans[0].batch.global_batch_size))
         for number, (plan, case) in enumerate(zip(plans, drawn, strict=True)):
             label = f"seed {seed}, case {number}: {group}, {case}"
             try:
                 found = many(act, plan, case, timeout=timeout)[0]
             except AssertionError as error:
                 raise AssertionError(f"{label}\n{error}") from error
-            size = case.batch["global_batch_size"]
-            micro = max(n for n in (1, 2, 3, 4) if size % n == 0)
-            alone = make_plan(
-                1, **group.model, global_batch_size=size, micro_batch_size=micro, vision_micro_batch_size=micro
-            )
+            alone = single_process(group, case.batch["global_batch_size"])
             for result, expected in zip(found, one(act, alone, case)[0], strict=True):
                 same(result, expected, label)
         many(destroy)
@@ -206,7 +225,7 @@ def stay_away(plan: ExperimentPlan, case: Case) -> None:
 def test_a_hang_is_noticed() -> None:
     """Negative control: the time limit ends a case that waits for a rank for ever."""
     plan = make_plan(2, global_batch_size=4, vision_micro_batch_size=1, num_layers=2, full_attention_interval=2)
-    case = Case(batch={}, samples=Samples(seed=1), actions=(), filled=1)
+    case = Case(batch={}, data={}, samples=Samples(seed=1), actions=(), filled=1)
     pool = Pool()  # its ranks end here
     with pool.session(2) as run:
         run(build_once, plan)
