@@ -104,3 +104,14 @@ def test_a_frozen_encoder_keeps_no_graph(recompute: bool) -> None:
     assert bytes_kept == 0
     assert gradients
     assert not any(name.startswith("model.visual") for name in gradients)
+
+
+def test_a_frozen_encoder_under_a_trained_merger_keeps_nothing_of_its_layers() -> None:
+    """The bytes are those of the merger, however deep the encoder is; trained, they grow with its depth."""
+    frozen, trained = (
+        [measured(False, 1, freeze_vision=freeze, vision_num_layers=layers)[0] for layers in (1, 3)]
+        for freeze in (True, False)
+    )
+    assert 0 < frozen[0] == frozen[1]
+    assert trained[0] > frozen[0]
+    assert trained[1] > 1.5 * trained[0], "negative control"
