@@ -34,13 +34,15 @@ test: $(STAMP) ## run the tests; ARGS="..." goes to pytest
 test-long: $(STAMP) ## run the tests that take minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long $(ARGS)
 
-bench-data: $(STAMP) ## reading and decoding against a plain DataLoader; ARGS="--ranks 8"
+bench-data: $(STAMP) ## reading and decoding against a plain DataLoader at 2, 4 and 8 ranks; ARGS="--ranks 8"
 	$(PY) -m tools.bench.data $(ARGS)
 
-bench-gpu: ## unified against colocated on the GPUs of this host, with the Python that has torch; ARGS="--rounds 1"
-	python3 -m tools.bench.pictures data/bench
-	python3 -m torch.distributed.run --nproc_per_node 2 -m tools.bench.mimo --config-path examples/qwen35_mimo/conf \
-	  --config-name 4b_h200x2 --output outputs/bench $(ARGS)
+RECIPE ?= 4b_h200x2
+GPUS ?= 2
+VARIANTS ?= unified homogeneous f2 f4 f8 text fsdp2:mb8+ac fsdp2:mb4+ac fsdp2:mb4
+bench-gpu: ## layouts, and transformers with FSDP2, on the GPUs of this host; RECIPE, GPUS, VARIANTS, ARGS="--rounds 1"
+	python3 -m torch.distributed.run --nproc_per_node $(GPUS) -m tools.bench.mimo --config-path examples/qwen35_mimo/conf \
+	  --config-name $(RECIPE) --output outputs/bench-$(RECIPE) --variants $(VARIANTS) --timeline $(ARGS)
 
 lint: $(STAMP) ## ruff and strict mypy
 	$(PY) -m ruff check .

@@ -8,6 +8,8 @@ Exit code: the job's; 2 for a mistake of the user, which is one message on stder
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,15 +36,32 @@ Relative paths start at the working folder here, and in YAML files at the projec
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))
     except UserErrors as errors:
         return _refuse([str(error) for error in errors.errors])
     except UserError as error:
         return _refuse([str(error)])
+    except KeyboardInterrupt:
+        return _refuse(["interrupted"], 128 + signal.SIGINT)
+    except BrokenPipeError:
+        # `run.py ... | head`: nobody reads any more, and Python must not try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _refuse([f"{error.filename}: {error.strerror}; correct the path, its permissions, or the disk"])
 
 
 def _main(argv: list[str]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working folder no longer exists; change into one that does") from None
     arguments, overrides = _parse(argv)
     from flagscale.config.loading import load
 
@@ -125,6 +144,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--multirun", "-m", action="store_true", help="a run for every combination of key=a,b,c")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the YAML files")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.config_name and (arguments.config_name.startswith("/") or ".." in arguments.config_name.split("/")):
+        raise UserError(
+            f"--config-name {arguments.config_name}: is a path; write --config-path FOLDER --config-name NAME"
+        )
     if arguments.config_name is None:
         if arguments.config_path is not None:
             from flagscale.config.layers import Composer
@@ -147,8 +170,8 @@ def _taken(overrides: list[str], name: str) -> tuple[str | None, list[str]]:
     return (values[-1] if values else None), [text for text in overrides if not text.startswith(f"{name}=")]
 
 
-def _refuse(messages: list[str]) -> int:
+def _refuse(messages: list[str], code: int = 2) -> int:
     for message in messages:
         sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
-    return 2
+    return code

@@ -7,11 +7,15 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON="${PYTHON:-.venv/bin/python}"
 
-exec "$PYTHON" run.py --config-path examples/qwen35_mimo/conf --config-name 4b_h200x8 \
-    experiment.runner.type=slurm \
-    experiment.runner.slurm.gpus_per_node=8 \
-    experiment.runner.slurm.cpus_per_task=64 \
-    experiment.runner.slurm.time_limit=240 \
-    experiment.runner.slurm.signal_before=300 \
-    experiment.runner.max_restarts=1 \
-    "$@"
+usual=(
+    experiment.runner.type=slurm
+    experiment.runner.slurm.gpus_per_node=8
+    experiment.runner.slurm.cpus_per_task=64
+    experiment.runner.slurm.time_limit=240
+    experiment.runner.slurm.signal_before=300
+    experiment.runner.max_restarts=1
+)
+for key_value in "${usual[@]}"; do  # the command line's own key=value wins
+    case " $* " in *" ${key_value%%=*}="*) ;; *) set -- "$key_value" "$@" ;; esac
+done
+exec "$PYTHON" run.py --config-path examples/qwen35_mimo/conf --config-name 4b_h200x8 "$@"

@@ -9,9 +9,13 @@ shift
 cd "$(dirname "$0")/../.."
 PYTHON="${PYTHON:-.venv/bin/python}"
 
-exec "$PYTHON" run.py --config-path examples/qwen35_mimo/conf --config-name 4b_h200x8 \
-    experiment.runner.type=ssh \
-    experiment.runner.hostfile="'$hostfile'" \
-    experiment.runner.nnodes=2 \
-    experiment.runner.nproc_per_node=4 \
-    "$@"
+usual=(
+    experiment.runner.type=ssh
+    experiment.runner.hostfile="'$hostfile'"
+    experiment.runner.nnodes=2
+    experiment.runner.nproc_per_node=4
+)
+for key_value in "${usual[@]}"; do  # the command line's own key=value wins
+    case " $* " in *" ${key_value%%=*}="*) ;; *) set -- "$key_value" "$@" ;; esac
+done
+exec "$PYTHON" run.py --config-path examples/qwen35_mimo/conf --config-name 4b_h200x8 "$@"

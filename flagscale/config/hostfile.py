@@ -5,14 +5,16 @@ An IPv6 address stands in brackets when a port follows, `[fe80::1]:2222`, and ma
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.config.errors import UserError, raise_all
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_IPV6 = re.compile(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9._-]+)?")
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_LONGEST_NAME = 253
 _FORM = "write [user@]host[:port] [slots=N], an IPv6 address with a port as [address]:port"
 
 
@@ -43,8 +45,13 @@ def read_hostfile(path: Path) -> list[Host]:
     Raises:
         UserError, UserErrors: the file cannot be read, holds no host, or has malformed lines, each with its number.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(
+            f"experiment.runner.hostfile = {str(path)!r}: is a pipe or device, which cannot be read again; write the "
+            "hosts into a file"
+        )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows start a file with a mark
     except OSError as error:
         raise UserError(
             f"experiment.runner.hostfile = {str(path)!r}: cannot be read ({error.strerror}); name a file with one host "
@@ -66,13 +73,13 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
     """
     hosts: dict[str, Host] = {}
     errors: list[UserError] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
             host = _host(words, number)
-            other = hosts.setdefault(f"{host.address} {host.port or ''}", host)
+            other = hosts.setdefault(f"{canonical(host.address)} {host.port or ''}", host)
             if other is not host:
                 raise ValueError(f"{host.address} is on line {other.line} already; give each host one line")
         except ValueError as error:
@@ -103,20 +110,50 @@ def _address(place: str) -> tuple[str, int | None]:
     """(address, port) of `host`, `host:port`, `[address]`, `[address]:port` or a bare IPv6 address."""
     if place.startswith("["):
         address, bracket, rest = place[1:].partition("]")
-        if not bracket or not _IPV6.fullmatch(address) or (rest and not rest.startswith(":")):
+        if not bracket or not _is_ipv6(address) or (rest and not rest.startswith(":")):
             raise ValueError(f"{place!r} is no IPv6 address in brackets; {_FORM}")
         return address, _number("port", rest[1:], 1, 65535) if rest else None
     if place.count(":") > 1:
-        if not _IPV6.fullmatch(place):
+        if not _is_ipv6(place):
             raise ValueError(f"{place!r} is neither a host nor an IPv6 address; {_FORM}")
         return place, None
     address, colon, port = place.partition(":")
-    if not _NAME.fullmatch(address):
-        raise ValueError(f"{address!r} is no host name; {_FORM}")
+    if not is_address(address):
+        kind = "IPv4 address" if re.fullmatch(r"[0-9.]+", address) else "host name"
+        raise ValueError(f"{_cut(address)!r} is no {kind}; {_FORM}")
     return address, _number("port", port, 1, 65535) if colon else None
 
 
 def _number(name: str, text: str, low: int, high: int) -> int:
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-        raise ValueError(f"{name} must be a whole number from {low} to {high}, not {text!r}")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+        raise ValueError(f"{name} must be a whole number from {low} to {high}, not {_cut(text)!r}")
     return int(text)
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is a host name, or an IPv4 or IPv6 address without brackets and port."""
+    if _is_ipv6(text):
+        return True
+    if re.fullmatch(r"[0-9.]+", text):
+        try:
+            return bool(ipaddress.IPv4Address(text))
+        except ValueError:
+            return False
+    return len(text) <= _LONGEST_NAME and _NAME.fullmatch(text) is not None
+
+
+def canonical(address: str) -> str:
+    """The same text for every spelling of an address."""
+    return str(ipaddress.IPv6Address(address)) if _is_ipv6(address) else address.lower()
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(text))
+    except ValueError:
+        return False
+
+
+def _cut(text: str) -> str:
+    """A text short enough for a message."""
+    return text if len(text) <= 80 else f"{text[:80]}..."

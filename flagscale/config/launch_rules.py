@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flagscale.config.errors import ConfigError, UserError
-from flagscale.config.hostfile import Host, read_hostfile
+from flagscale.config.hostfile import Host, is_address, read_hostfile
 from flagscale.config.schema import Config
 
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED_ENVIRONMENT = ("FLAGSCALE_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RESERVED_ENVIRONMENT = re.compile(
+    "FLAGSCALE_RUN_ID|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(PET|TORCHELASTIC)_.*"
+)
 _OWN_SBATCH = {
     "nodes": "nnodes", "ntasks-per-node": "nproc_per_node", "partition": "slurm.partition", "account": "slurm.account",
     "qos": "slurm.qos", "time": "slurm.time_limit", "gpus-per-node": "slurm.gpus_per_node", "signal":
@@ -21,6 +25,17 @@ _OWN_SBATCH = {
     "chdir": "exp_dir", "ntasks": "nproc_per_node",
 }  # fmt: skip
 """sbatch options that a key sets already."""
+_SSH_WITH_VALUE = "BbcDEeFIiJLlmoPpQRSwW"
+"""Options of ssh (as of OpenSSH 10) that take a value: `-p22` or `-p` and then `22`."""
+_SSH_REFUSED = {
+    **dict.fromkeys("fNnsWO", "keeps ssh from running the job and handing it its plan"),
+    **dict.fromkeys("GQV", "makes ssh print something and end"),
+    "t": "mixes the job's lines with those of a terminal",
+    "p": "is the port of all hosts, which the hostfile says for each",
+    "l": "is the user of all hosts, which the hostfile says for each",
+}
+_LONGEST_SIGNAL_S = 65535
+_OF_A_PROJECT = (".git", "pyproject.toml", "setup.py")
 
 
 def local_runner_is_one_machine(config: Config) -> Iterator[ConfigError]:
@@ -40,6 +55,51 @@ def port_is_a_port(config: Config) -> Iterator[ConfigError]:
     port = config.experiment.runner.master_port
     if port is not None and port > 65535:
         yield ConfigError("experiment.runner.master_port", port, "must be at most 65535", "use a free port, or null")
+
+
+def address_is_an_address(config: Config) -> Iterator[ConfigError]:
+    """The local ranks meet at a name or an address."""
+    address = config.experiment.runner.master_addr
+    if not is_address(address):
+        yield ConfigError(
+            "experiment.runner.master_addr", address, "is no host name and no address", "use 127.0.0.1"
+        )
+
+
+def folder_is_for_a_run(config: Config) -> Iterator[ConfigError]:
+    """A run writes `config.yaml` and more into its folder, where nothing of the user's may be."""
+    exp_dir = Path(config.experiment.exp_dir)
+    project = next((name for name in _OF_A_PROJECT if (exp_dir / name).exists()), None)
+    if project is not None or exp_dir in (Path("/"), Path.home()):
+        what = f"holds {project}, so it is a project" if project else "is a home of other things"
+    elif (exp_dir / "config.yaml").exists() and not (exp_dir / "plan.json").exists():
+        what = "holds a config.yaml without a plan.json, so it is no run's"
+    else:
+        return
+    yield ConfigError(
+        "experiment.exp_dir", str(exp_dir), f"{what}; a run would write over files there", "use a folder of its own"
+    )
+
+
+def ssh_options_are_options(config: Config) -> Iterator[ConfigError]:
+    """Further options of ssh begin with a dash; the first other word would be taken for the host."""
+    home, is_value = "experiment.runner.ssh_options", False
+    for option in config.experiment.runner.ssh_options:
+        if is_value:
+            is_value = False
+            continue
+        letters = option[1:]
+        if not option.startswith("-") or not letters or letters.startswith("-"):
+            yield ConfigError(home, option, "is no option of ssh", "write -x, or -x and its value as two entries")
+            return
+        taking = next((letter for letter in letters if letter in _SSH_WITH_VALUE), None)
+        before = letters.partition(taking)[0] + taking if taking else letters
+        refused = next((letter for letter in before if letter in _SSH_REFUSED), None)
+        if refused is not None:
+            yield ConfigError(home, option, _SSH_REFUSED[refused], "remove it")
+        is_value = taking is not None and letters.endswith(taking) and before == letters
+    if is_value:
+        yield ConfigError(home, config.experiment.runner.ssh_options[-1], "lacks its value", "add it as an entry")
 
 
 def hosts_are_named(config: Config) -> Iterator[UserError]:
@@ -104,6 +164,27 @@ def job_leaves_before_its_limit(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def sbatch_texts_are_words(config: Config) -> Iterator[ConfigError]:
+    """What becomes an `#SBATCH` line is one line and not empty."""
+    slurm = config.experiment.runner.slurm
+    texts = {"slurm.partition": slurm.partition, "slurm.account": slurm.account, "slurm.qos": slurm.qos}
+    for key, text in texts.items():
+        if text is not None and not re.fullmatch(r"[^\s\x00-\x1f]+", text):
+            yield ConfigError(
+                f"experiment.runner.{key}", text, "is empty or holds a space", "use the name that Slurm knows, or null"
+            )
+    name = config.experiment.exp_name
+    if not name.strip() or any(ord(character) < 32 for character in name):
+        yield ConfigError("experiment.exp_name", name, "is empty or holds a line break", "use a name of one line")
+    if slurm.signal_before > _LONGEST_SIGNAL_S:
+        yield ConfigError(
+            "experiment.runner.slurm.signal_before",
+            slurm.signal_before,
+            f"must be at most {_LONGEST_SIGNAL_S}, as for sbatch",
+            "save nearer to the end",
+        )
+
+
 def sbatch_options_are_options(config: Config) -> Iterator[ConfigError]:
     """Further sbatch options are long ones, and set nothing that a key sets."""
     home = "experiment.runner.slurm.options"
@@ -134,10 +215,35 @@ def _bad_names(place: str, variables: Mapping[Any, Any]) -> Iterator[ConfigError
                 "is not a name for an environment variable",
                 "use letters, digits and _ and no digit first",
             )
-        elif name in _RESERVED_ENVIRONMENT:
+        elif _RESERVED_ENVIRONMENT.fullmatch(name):
             yield ConfigError(place, name, "is given to every process by the launcher itself", "remove it")
         elif isinstance(variables[name], str) and "\0" in variables[name]:
             yield ConfigError(f"{place}.{name}", "...", "holds a zero byte, which no variable can", "remove it")
+        elif not _is_plain(variables[name]):
+            yield ConfigError(f"{place}.{name}", "...", "holds bytes", "write text, a number, a list or a mapping")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list) else not isinstance(value, bytes)
+
+
+def commands_are_bash(config: Config) -> Iterator[ConfigError]:
+    """What runs around the job is complete: an open quote or here-document would swallow the job itself."""
+    bash, cmds = shutil.which("bash"), config.experiment.cmds
+    for name, text in (("before_start", cmds.before_start), ("after_stop", cmds.after_stop)):
+        if not text or bash is None:
+            continue
+        if "\0" in text:
+            said = "it holds a zero byte"
+        else:
+            checked = subprocess.run(
+                [bash, "-n"], input=f"(\n{text}\n)\n", capture_output=True, text=True, errors="replace", check=False
+            )
+            said = re.sub(r"^\S*bash: (line \d+: )?", "", checked.stderr.strip().split("\n")[0])
+        if said:
+            yield ConfigError(f"experiment.cmds.{name}", text, f"is no whole bash command ({said})", "correct it")
 
 
 def node_variables_are_of_hosts(config: Config) -> Iterator[ConfigError]:
@@ -177,11 +283,16 @@ def profile_is_a_span(config: Config) -> Iterator[ConfigError]:
 LAUNCH_RULES = (
     local_runner_is_one_machine,
     port_is_a_port,
+    address_is_an_address,
+    folder_is_for_a_run,
+    ssh_options_are_options,
     hosts_are_named,
     fewest_nodes_are_a_part,
     job_leaves_before_its_limit,
+    sbatch_texts_are_words,
     sbatch_options_are_options,
     environment_has_names,
+    commands_are_bash,
     node_variables_are_of_hosts,
     profile_is_a_span,
 )

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flagscale.config.errors import UserError
 
+_LIKE_A_TIME = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 BASE = "qwen35_mimo"
 """Shipped configuration beneath a YAML file that has no defaults list of its own."""
 
@@ -134,7 +135,9 @@ class Composer:
 
     def _load(self, name: str) -> Any:
         try:
-            return self.repository.load_config(name)
+            loaded = self.repository.load_config(name)
+        except RecursionError as error:
+            raise UserError(f"{self._path(name)}: an alias stands inside what it names; write the value out") from error
         except yaml.YAMLError as error:
             raise UserError(self._syntax_message(error, name)) from error
         except UnicodeDecodeError as error:
@@ -143,6 +146,20 @@ class Composer:
             raise UserError(f"{self._path(name)}: {error.strerror or error}; a readable YAML file is needed") from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise UserError(f"{self._path(name)}: {_plain(str(error))}") from error
+        self._require_base_10(self._path(name))
+        return loaded
+
+    def _require_base_10(self, path: Path) -> None:
+        """No number is written like a time: YAML 1.1 takes `4:00:00` for 14400, whatever the unit of the key."""
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else ""
+        if not _LIKE_A_TIME.search(text):
+            return
+        for event in yaml.parse(text):
+            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _LIKE_A_TIME.fullmatch(event.value):
+                raise UserError(
+                    f"{path}, line {event.start_mark.line + 1}: {event.value} is a number to the base of 60 in YAML; "
+                    "write one number in the unit of the key, or text in quotes"
+                )
 
     def _path(self, name: str) -> Path:
         file = f"{name.removesuffix('.yaml')}.yaml"

@@ -107,7 +107,11 @@ def _resolved(history: dict[str, list[Setting]]) -> dict[str, Any]:
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
-                home, settings[-1].value, f"cannot be resolved ({reason})", "name an existing key", settings[-1].origin
+                home,
+                settings[-1].value,
+                f"cannot be resolved ({reason})",
+                "name an existing key, or ${oc.env:NAME} for an environment variable",
+                settings[-1].origin,
             ) from error
         _put(tree, home, value)
     return tree
@@ -135,16 +139,22 @@ def _make_paths_absolute(
         settings = history.get(info.home)
         base = base_folder(settings[-1].source if settings else "", primary, cwd)
         if isinstance(place.get(name), str):
-            place[name] = absolute(place[name], base)
+            place[name] = _absolute(place[name], base, info.home, settings)
         elif isinstance(place.get(name), Mapping):  # entries that hold a path each
-            place[name] = {entry: _with_path(value, base) for entry, value in place[name].items()}
+            place[name] = {
+                entry: {**value, "path": _absolute(value["path"], base, f"{info.home}.{entry}.path", settings)}
+                if isinstance(value, Mapping) and isinstance(value.get("path"), str)
+                else value  # left for the rules
+                for entry, value in place[name].items()
+            }
 
 
-def _with_path(entry: Any, base: Path) -> Any:
-    """An entry with its `path` made absolute; whatever else was written is left for the rules."""
-    if isinstance(entry, Mapping) and isinstance(entry.get("path"), str):
-        return {**entry, "path": absolute(entry["path"], base)}
-    return entry
+def _absolute(value: str, base: Path, key: str, settings: list[Setting] | None) -> str:
+    try:
+        return absolute(value, base)
+    except ValueError as error:
+        remedy = "name a file or folder, or leave the key out"
+        raise ConfigError(key, value, str(error), remedy, settings[-1].origin if settings else "") from None
 
 
 def _with_origins(build: Callable[[], Config], history: dict[str, list[Setting]]) -> Config:

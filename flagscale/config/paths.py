@@ -15,6 +15,8 @@ from flagscale.config.layers import shipped_folder
 
 PACKAGE = Path(__file__).resolve().parents[1]
 MARKERS = (".git", "pyproject.toml")
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes that Linux allows."""
 
 
 def project_folder(file: Path) -> Path:
@@ -48,8 +50,20 @@ def absolute(value: str, base: Path) -> str:
 
     A path into the package, such as `./flagscale/train/megatron/train_qwen35.py`, is found in the package wherever
     it is installed when it does not exist below `base`.
+
+    Raises:
+        ValueError: when it can be no path; the text says why.
     """
-    path = Path(value).expanduser()
+    if not value.strip():
+        raise ValueError("is empty")
+    if any(ord(character) < 32 for character in value):
+        raise ValueError("holds a line break or another control character")
+    if any(len(name.encode()) > LONGEST_NAME for name in value.split("/")) or len(value.encode()) > LONGEST_PATH:
+        raise ValueError(f"is longer than names ({LONGEST_NAME} bytes) and paths ({LONGEST_PATH}) can be")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("starts at the home of a user whom this machine does not know") from None
     if path.is_absolute():
         return str(path)
     found = base / path

@@ -173,6 +173,18 @@ class SystemConfig:
         None, "dense bf16 peak that `mfu` is a share of; null takes the device's, by its name", unit="TFLOP/s a GPU",
         minimum=0.001,
     )  # fmt: skip
+    gradient_accumulation_fusion: bool = key(
+        True, "with Transformer Engine, let matrix products add to the fp32 gradients; false adds afterwards"
+    )
+    overlap_grad_reduce: bool | None = key(
+        None, "reduce gradients while others are still computed; null: on GPUs"
+    )
+    overlap_param_gather: bool | None = key(
+        None, "gather updated parameters beside the next step's first computations; null: on GPUs"
+    )
+    ddp_bucket_size: int | None = key(
+        None, "parameters whose gradients are reduced together; null: 40 million, more with many replicas", minimum=1
+    )
     threads_per_rank: int | None = key(None, "CPU threads of a rank; null divides the cores by the ranks", minimum=1)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     logging: LoggingConfig = section(LoggingConfig)
@@ -201,6 +213,9 @@ class OptimizerConfig:
     adam_beta2: float = key(0.95, "AdamW second-moment decay", minimum=0)
     adam_eps: float = key(1e-8, "AdamW denominator offset", minimum=0)
     clip_grad: float = key(1.0, "largest global gradient norm over both modules; 0 turns clipping off", minimum=0)
+    max_skipped_steps: int = key(
+        10, "steps skipped in a row, since gradients were not finite, that end the run; 0 ends it never", minimum=0
+    )
     vision_lr_mult: float = key(1.0, "factor on the learning rate of the vision encoder without its merger", minimum=0)
     merger_lr_mult: float = key(1.0, "factor on the learning rate of the vision merger", minimum=0)
 

@@ -214,9 +214,8 @@ class DataPipeline:
     def _read_steps(self, first: int, end: int) -> Iterator[tuple[MacroBatch, bool]]:
         """Macro batches, and whether each is the last of its step."""
         for step in range(first, end):
-            specs = self.specs(step)
-            for spec in specs:
-                yield self._read(spec), spec is specs[-1]
+            for spec in self.specs(step):
+                yield self._read(spec), spec.is_last
 
     def _read(self, spec: MacroBatchSpec) -> MacroBatch:
         """This rank's part of a macro batch."""

@@ -43,6 +43,7 @@ class MacroBatchSpec:
     Attributes:
         step: optimizer step, from 0.
         index: number of the macro batch in the step.
+        is_last: whether it is the last one of its step.
         first_microbatch: number in the step of its first microbatch.
         num_microbatches: microbatches it holds; the last one of a step may hold fewer than the others.
         sample_ids: [microbatch][language replica][slot]; `NO_SAMPLE` for a slot that stays empty. Packed: all samples
@@ -62,6 +63,7 @@ class MacroBatchSpec:
 
     step: int
     index: int
+    is_last: bool
     first_microbatch: int
     num_microbatches: int
     sample_ids: tuple[tuple[tuple[int, ...], ...], ...]
@@ -134,7 +136,8 @@ def split_step(
     samples = [sample for sample in batch if sample != NO_SAMPLE] if packed else batch
     cost = lambda sample: costs.tokens(index.num_tokens(sample))  # noqa: E731
     specs, first = [], 0
-    for number, bins in enumerate(arrange(samples, plan, index.num_tokens, cost)):
+    arrangements = arrange(samples, plan, index.num_tokens, cost)
+    for number, bins in enumerate(arrangements):
         sample_ids = tuple(tuple(tuple(s for one in slots for s in one) for slots in replicas) for replicas in bins)
         row_lengths = _row_lengths(sample_ids, index, plan)
         items = tuple(_items(sample_ids, row_lengths, index, plan))
@@ -150,6 +153,7 @@ def split_step(
             MacroBatchSpec(
                 step=step,
                 index=number,
+                is_last=bins is arrangements[-1],
                 first_microbatch=first,
                 num_microbatches=len(bins),
                 sample_ids=sample_ids,

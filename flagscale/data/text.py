@@ -29,6 +29,7 @@ class TextBatch:
     `loss_mask_BS` float32, 1.0 where token i + 1 is a target; `position_ids_3BS` int64 (time, height, width), from 0 in
     every sample, 0 on padding. `sample_ids` names the samples in order, `NO_SAMPLE` where a slot is empty or padding
     lies. `lengths` are the tokens of each when they are packed, padding at the end included; empty without packing.
+    `num_tokens` are the tokens of each, 0 of `NO_SAMPLE`.
     """
 
     input_ids_BS: torch.Tensor
@@ -37,6 +38,7 @@ class TextBatch:
     position_ids_3BS: torch.Tensor
     sample_ids: tuple[int, ...]
     lengths: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
 
     @property
     def mtp_mask_BS(self) -> torch.Tensor:
@@ -68,7 +70,7 @@ class TextBatch:
 
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TextBatch:
         tensors = (self.input_ids_BS, self.labels_BS, self.loss_mask_BS, self.position_ids_3BS)
-        return TextBatch(*map(change, tensors), self.sample_ids, self.lengths)
+        return TextBatch(*map(change, tensors), self.sample_ids, self.lengths, self.num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +111,7 @@ def text_batch(sample_ids: Sequence[int], samples: Mapping[int, EncodedSample], 
             lengths.append(length)
             first = last + 1
     padding = form.length - first if form.packed else 0
+    num_tokens = (0 if sample_id == NO_SAMPLE else len(samples[sample_id].tokens_T) for sample_id in sample_ids)
     return TextBatch(
         input_ids_BS=torch.from_numpy(ids_BS),
         labels_BS=torch.from_numpy(labels_BS),
@@ -116,4 +119,5 @@ def text_batch(sample_ids: Sequence[int], samples: Mapping[int, EncodedSample], 
         position_ids_3BS=torch.from_numpy(positions_3BS),
         sample_ids=(*sample_ids, *[NO_SAMPLE] * bool(padding)),
         lengths=(*lengths, *[padding] * bool(padding)),
+        num_tokens=(*num_tokens, *[0] * bool(padding)),
     )

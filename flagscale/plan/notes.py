@@ -89,6 +89,17 @@ def runner_keys_of_other_runners(loaded: Loaded, plan: ExperimentPlan) -> Iterat
         wanted = "slurm" if key.startswith("slurm.") else RUNNER_OF_KEY.get(key, RUNNER_OF_KEY.get(home))
         if wanted is not None and runner.type != wanted:
             yield f"{home}: no effect with runner.type {runner.type}, only with {wanted}"
+    if runner.type == "slurm" and loaded.is_set("experiment.runner.stop_grace"):
+        yield "experiment.runner.stop_grace: no effect with runner.type slurm, whose own KillWait it is"
+    if runner.type == "ssh" and runner.min_nnodes is not None and not runner.max_restarts:
+        yield "experiment.runner.min_nnodes: no effect with max_restarts 0"
+
+
+def buckets_need_overlap(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
+    """Without overlap a module's gradients are reduced as a whole."""
+    system = plan.config.system
+    if system.overlap_grad_reduce is False and loaded.is_set("system.ddp_bucket_size"):
+        yield "system.ddp_bucket_size: no effect with overlap_grad_reduce false"
 
 
 def data_keys_without_effect(loaded: Loaded, plan: ExperimentPlan) -> Iterator[str]:
@@ -114,6 +125,7 @@ NOTES: tuple[Note, ...] = (
     validation_off,
     factor_exceeds_step,
     data_keys_without_effect,
+    buckets_need_overlap,
     auto_platform_lacks_gpus,
     runner_keys_of_other_runners,
 )

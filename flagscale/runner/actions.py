@@ -76,6 +76,7 @@ def _run(plan: ExperimentPlan, workdir: Path, console: Console) -> int:
 
 
 def _local_launch(plan: ExperimentPlan, workdir: Path, _console: Console) -> background.Launch:
+    local.require_meeting_place(plan.config.experiment.runner)
     save_run_files(plan)
     script = plan.exp_dir / "launch.sh"
     write_private(script, local_script(plan, workdir))

@@ -1,8 +1,10 @@
-"""After a job failed: which rank failed first, with what traceback, in which log file.
+"""After a job failed: which rank failed first, why or with what traceback, in which log file.
 
 When a rank dies its peers lose their connections and fail too, so most ranks leave a traceback and only one of them
-is the cause. Three witnesses, the better first: the error files of ranks whose entrypoint torchrun records (they have
-a time), torchrun's own "Root Cause" (the first exit it saw), and the ranks' logs.
+is the cause. The witnesses, the better first: what a rank has said itself of an end that a user can do something about
+(`ending.json`, of `train/failure.py`), the error files of ranks whose entrypoint torchrun records (they have a time),
+torchrun's own "Root Cause" (the first exit it saw) and list of exits, and the ranks' logs. Where a rank was when a
+signal ended it stands in its `place.json`.
 """
 
 from __future__ import annotations
@@ -14,34 +16,43 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TORCHRUN_LOG = "torchrun.log"
 USER_ERROR = "user-error.json"
+ENDING, PLACE = "ending.json", "place.json"
 _TRACEBACK = "Traceback (most recent call last)"
-_ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) .*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL
-)
+_ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) ", re.DOTALL)
+_EXIT = re.compile(r"rank\s*: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s*: (?P<code>-?\d+)")
 _ENDING_OTHERS = re.compile(r"Sending process (\d+) closing signal")
 # What a rank says when another one has gone.
 _SECOND_HAND = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|NCCL.*abort"
 )
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before every line of a traceback
+_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|ProcessGroupNCCL.*(timed out|timeout)")
 _LONGEST_LINES = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The first failure of a job. `rank` is None when torchrun itself failed; `cause` is a sentence for a signal."""
+    """The first failure of a job. `rank` is None when torchrun itself failed.
+
+    `cause` is a sentence for a signal; `explanation` says what happened where and what would help, so that the
+    traceback can stay in the log.
+    """
 
     rank: int | None
     traceback: str
     log: Path
     cause: str = ""
+    explanation: str = ""
 
     def report(self) -> str:
         """What the terminal shows."""
         who = "the job" if self.rank is None else f"rank {self.rank}"
+        if self.explanation:
+            return f"{self.explanation}\nlog of {who}: {self.log}"
         parts = [f"{who} failed{f': {self.cause}' if self.cause else ''}", self.traceback, f"log of {who}: {self.log}"]
         return "\n".join(part for part in parts if part)
 
@@ -86,18 +97,53 @@ def first_failure(logs: Path, *, since: float) -> Failure:
     """The cause of a failed job, from its log folder."""
     ranks = rank_folders(logs, since=since)
     torchrun_text = _read(logs / TORCHRUN_LOG)
+    exits = {int(found["rank"]): int(found["code"]) for found in _EXIT.finditer(torchrun_text)}
+    endings = {rank: ending for rank, folder in ranks.items() if (ending := _json(folder / ENDING))}
+    own = [rank for rank, ending in endings.items() if ending["kind"] != "peer"]
+    rank = min(own, key=lambda rank: endings[rank]["time"]) if own else _cause(ranks, exits, torchrun_text)
+    if rank is None:
+        return Failure(rank=None, traceback=last_traceback(torchrun_text), log=logs / TORCHRUN_LOG)
+    log, link = ranks[rank] / "stderr.log", logs / f"rank{rank}.err"
+    text, code = _read(log), exits.get(rank, 0)
+    return Failure(
+        rank=rank,
+        traceback=last_traceback(text),
+        log=link if link.exists() else log,
+        cause=_signal_cause(code),
+        explanation=_explanation(f"rank {rank}", code, text, endings.get(rank), _json(ranks[rank] / PLACE)),
+    )
+
+
+def _cause(ranks: dict[int, Path], exits: dict[int, int], torchrun_text: str) -> int | None:
+    """The rank that is most likely the cause, where none has said so itself."""
     root = _ROOT_CAUSE.search(torchrun_text)
     rank = _first_recorded(ranks)
     if rank is None and root is not None and int(root["rank"]) in ranks:
         rank = int(root["rank"])
     if rank is None or _is_second_hand(ranks[rank]):
-        rank = next(_own_tracebacks(ranks), rank)
-    if rank is None:
-        return Failure(rank=None, traceback=last_traceback(torchrun_text), log=logs / TORCHRUN_LOG)
-    cause = _signal_cause(int(root["code"])) if root is not None and int(root["rank"]) == rank else ""
-    log, link = ranks[rank] / "stderr.log", logs / f"rank{rank}.err"
-    shown = link if link.exists() else log
-    return Failure(rank=rank, traceback=last_traceback(_read(log)), log=shown, cause=cause)
+        # torchrun itself ends the ranks that are left with SIGTERM.
+        killed = (other for other, code in exits.items() if code < 0 and code != -signal.SIGTERM and other in ranks)
+        rank = next(_own_tracebacks(ranks), next(killed, rank))
+    return rank
+
+
+def _explanation(who: str, code: int, text: str, ending: dict[str, Any], place: dict[str, Any]) -> str:
+    """What happened where and what would help; empty where only the log can tell.
+
+    Args:
+        who: names the rank.
+        code: how it exited; negative for a signal.
+        text: its standard error.
+        ending: what it has said itself; empty when nothing.
+        place: where it was last; empty when unknown.
+    """
+    if ending:
+        return str(ending["message"]) if ending["kind"] == "not finite" else f"{who} {ending['message']}"
+    if place and code == -signal.SIGKILL:
+        return f"{who} was {_signal_cause(code)} {place['where']}; if so: {place['memory']}; {place['peer']}"
+    if place and code < 0 and _WATCHDOG.search(text):
+        return f"{who} waited in vain for another rank {place['where']} (NCCL gave up); {place['peer']}"
+    return ""
 
 
 def last_traceback(text: str) -> str:
@@ -148,6 +194,15 @@ def _signal_cause(exit_code: int) -> str:
     name = signal.Signals(-exit_code).name
     hint = ", often the kernel when memory runs out" if name == "SIGKILL" else ""
     return f"ended by signal {-exit_code} ({name}{hint})"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    try:
+        tree = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _read(path: Path) -> str:

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import flagscale
 from flagscale.config.hostfile import Host
+from flagscale.runner.scripts import import_root
 
 CONNECT_S = 10
 _OPTIONS = (
@@ -41,8 +40,9 @@ def ssh_command(host: Host, action: str, options: Sequence[str], *, python: str 
 
     The host needs the same interpreter and code at the same paths, which the preflight checks.
     """
-    root = Path(flagscale.__file__).resolve().parent.parent
-    served = f"PYTHONPATH={shlex.quote(str(root))} exec {shlex.quote(python)} -u -m flagscale.runner.node {action}"
+    root = import_root()
+    found = "" if root is None else f"PYTHONPATH={shlex.quote(str(root))} "
+    served = f"{found}exec {shlex.quote(python)} -u -m flagscale.runner.node {action}"
     port = ["-p", str(host.port)] if host.port is not None else []
     # `sh -c`: the user's shell over there may be any.
     return ["ssh", *_OPTIONS, *options, *port, "--", host.target, f"exec sh -c {shlex.quote(served)}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from flagscale.config.errors import ConfigError
+from flagscale.config.schema import RunnerConfig
 from flagscale.runner import failure, processes
 from flagscale.runner.progress import Console, Progress
 from flagscale.runner.record import RunRecord, boot_id
@@ -61,6 +64,31 @@ class Signals:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def require_meeting_place(runner: RunnerConfig) -> None:
+    """The ranks can meet at `master_addr` and `master_port` of this machine.
+
+    Raises:
+        ConfigError: when they cannot; otherwise torchrun would say so, in many lines.
+    """
+    home, address, port = "experiment.runner", runner.master_addr, runner.master_port
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port or 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"{home}.master_addr", address, f"is not known here ({error.strerror})", "use 127.0.0.1"
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            reason = "is in use" if error.errno == errno.EADDRINUSE else "is for the superuser"
+            raise ConfigError(f"{home}.master_port", port, reason, "use another, or null for any free one") from error
+        raise ConfigError(
+            f"{home}.master_addr", address, f"is no address of this machine ({error.strerror})", "use 127.0.0.1"
+        ) from error
 
 
 class View(Protocol):

@@ -33,7 +33,7 @@ class Node:
     @property
     def endpoint(self) -> str:
         """Where the nodes meet."""
-        return f"[{self.head}]:{self.port}" if ":" in self.head else f"{self.head}:{self.port}"
+        return _endpoint(self.head, self.port)
 
 
 def torchrun_command(
@@ -84,8 +84,12 @@ def _rendezvous(runner: RunnerConfig, node: Node | None) -> list[str]:
         return [*arguments, "--rdzv_conf", is_host, "--local_addr", node.address, "--rdzv_endpoint", node.endpoint]
     if runner.type != "local":
         return arguments
-    endpoint = f"{runner.master_addr}:{runner.master_port or 0}"
+    endpoint = _endpoint(runner.master_addr, runner.master_port or 0)
     return [*arguments, "--local_addr", runner.master_addr, "--rdzv_endpoint", endpoint]
+
+
+def _endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def environment(config: Config, *, cores: int, host: str | None = None) -> dict[str, str | None]:
@@ -129,8 +133,8 @@ class Script:
     """From `environment`."""
     workdir: Path
     """Folder the job runs in."""
-    import_root: Path
-    """Folder that holds the `flagscale` package, for checkouts that are not installed."""
+    import_root: Path | None
+    """Folder that holds the `flagscale` package; None when Python finds it by itself."""
     cmds: CmdsConfig
     setup: Sequence[str] = ()
     """Shell lines before the command, rendered by a runner."""
@@ -147,9 +151,10 @@ def launch_script(command: list[str], script: Script) -> str:
         script: what surrounds it.
     """
     lines = ["#!/usr/bin/env bash", "set -euo pipefail", f"cd {shlex.quote(str(script.workdir))}"]
-    lines.append(f"export PYTHONPATH={shlex.quote(str(script.import_root))}${{PYTHONPATH:+:$PYTHONPATH}}")
     for name, value in script.variables.items():
         lines.append(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
+    if script.import_root is not None:  # after the variables, of which PYTHONPATH may be one
+        lines.append(f"export PYTHONPATH={shlex.quote(str(script.import_root))}${{PYTHONPATH:+:$PYTHONPATH}}")
     lines += script.setup
     if script.cmds.before_start:
         # User text often reads variables that may be unset, as environment modules do.

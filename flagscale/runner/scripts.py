@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,9 +42,19 @@ def _surroundings(plan: ExperimentPlan, workdir: Path, cores: int, host: str | N
     return render.Script(
         variables=render.environment(plan.config, cores=cores, host=host),
         workdir=workdir,
-        import_root=Path(flagscale.__file__).resolve().parent.parent,
+        import_root=import_root(),
         cmds=plan.config.experiment.cmds,
     )
+
+
+def import_root() -> Path | None:
+    """The folder that holds the package; None where it is installed among the interpreter's own packages.
+
+    Those must not be on PYTHONPATH: every Python that a job starts, of other versions too, would take them for its own.
+    """
+    folder = Path(flagscale.__file__).resolve().parent.parent
+    installed = (*site.getsitepackages(), site.getusersitepackages())
+    return None if folder in (Path(place).resolve() for place in installed) else folder
 
 
 def _cores() -> int:

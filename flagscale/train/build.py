@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from flagscale.plan.plan import ExperimentPlan
 from flagscale.platforms import Platform
 from flagscale.train.checkpoint import Checkpoints
 from flagscale.train.optimizer import JointOptimizer, build_optimizer, build_scheduler
+from flagscale.train.overlap import ddp_config, finish_gather
+from flagscale.train.place import Place
 from flagscale.train.pretrained import load_pretrained
 
 
@@ -29,6 +32,7 @@ class TrainState:
         raw: the modules this rank holds, unwrapped.
         modules: the same, wrapped for gradient reduction where they train.
         wrapped: those of `modules` that are wrapped.
+        place: what this rank is doing, for messages.
     """
 
     plan: ExperimentPlan
@@ -39,6 +43,7 @@ class TrainState:
     wrapped: dict[str, DistributedDataParallel]
     optimizer: JointOptimizer
     scheduler: OptimizerParamScheduler
+    place: Place
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,8 +56,13 @@ class TrainState:
         given = self.plan.config.system.peak_tflops
         return self.platform.peak_flops if given is None else 1e12 * given
 
+    def finish_gathers(self) -> None:
+        """Makes whatever reads parameters next see the updated ones."""
+        for module in self.wrapped.values():
+            finish_gather(module)
 
-def build(plan: ExperimentPlan, platform: Platform) -> TrainState:
+
+def build(plan: ExperimentPlan, platform: Platform, place: Place | None = None) -> TrainState:
     """Builds the training state. Collective over the world."""
     config = plan.config
     topology = Topology.build(plan.modules, config.model.seed)
@@ -62,7 +72,11 @@ def build(plan: ExperimentPlan, platform: Platform) -> TrainState:
         if keys.pretrained is not None and Checkpoints(plan.exp_dir / "checkpoints", keys.keep).newest() is None:
             load_pretrained(raw, topology.groups, config.model, Path(keys.pretrained))
         names = trainable_modules(config.model)
-        wrapped = {name: _wrap(module, topology, name) for name, module in raw.items() if name in names}
+        ddp = ddp_config(config.system, platform)
+        if config.system.gradient_accumulation_fusion:
+            for module in raw.values():
+                fuse_gradient_accumulation(module)
+        wrapped = {name: _wrap(module, topology, name, ddp) for name, module in raw.items() if name in names}
         optimizer = build_optimizer(config, wrapped, topology.groups, names)
     except BaseException:
         topology.destroy()
@@ -76,6 +90,7 @@ def build(plan: ExperimentPlan, platform: Platform) -> TrainState:
         wrapped=wrapped,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
+        place=place or Place(),
     )
 
 
@@ -94,11 +109,24 @@ def _build_modules(plan: ExperimentPlan, platform: Platform, topology: Topology)
     }
 
 
-def _wrap(module: torch.nn.Module, topology: Topology, name: str) -> DistributedDataParallel:
+def fuse_gradient_accumulation(module: torch.nn.Module) -> None:
+    """Lets the linears of Transformer Engine add weight gradients to `main_grad` in the matrix product that makes them.
+
+    Megatron-Core's key for it also wants a kernel of Apex for the output layer, which stays as it is here.
+    """
+    for part in module.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True
+
+
+def _wrap(
+    module: torch.nn.Module, topology: Topology, name: str, ddp: DistributedDataParallelConfig
+) -> DistributedDataParallel:
     """Megatron-Core's gradient buffers and reduction, over the module's own data parallel group."""
-    return DistributedDataParallel(
-        get_model_config(module),
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        module,
-        pg_collection=topology.groups[name],
+    # A copy: Megatron-Core writes this group's bucket size into it.
+    wrapped = DistributedDataParallel(
+        get_model_config(module), dataclasses.replace(ddp), module, pg_collection=topology.groups[name]
     )
+    if ddp.overlap_param_gather:
+        wrapped.disable_forward_pre_hook(param_sync=False)  # `overlap.finish_gather` waits instead
+    return wrapped

@@ -53,6 +53,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
+        state.finish_gathers()
         content = _sharded_state(state, loading=False)
         content |= {"progress": progress, "scheduler": state.scheduler.state_dict()}
         dist_checkpointing.save(content, str(partial))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.profiler import record_function
 
 from flagscale.train.timeline import MARK
+
+BETWEEN = "data"
+"""What is done between the phases of a step: waiting for samples."""
 
 
 class PhaseClock:
@@ -21,16 +24,19 @@ class PhaseClock:
 
     Args:
         device: where the phases run.
+        enter: is told the name of a phase when it begins, and `BETWEEN` when it has ended.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, enter: Callable[[str], None]) -> None:
         self._on_gpu = device.type == "cuda"
+        self._enter = enter
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times its body, and names it in traces."""
+        self._enter(name)
         if self._on_gpu:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -38,11 +44,12 @@ class PhaseClock:
                 yield
             end.record()
             self._pending.append((name, start, end))
-            return
-        began = time.perf_counter()
-        with record_function(MARK + name):
-            yield
-        self._add(name, time.perf_counter() - began)
+        else:
+            began = time.perf_counter()
+            with record_function(MARK + name):
+                yield
+            self._add(name, time.perf_counter() - began)
+        self._enter(BETWEEN)  # not after an error, which is the phase's
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase since the last call."""

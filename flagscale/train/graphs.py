@@ -18,7 +18,7 @@ import torch
 from flagscale.data.text import TextBatch
 from flagscale.models.qwen35.language import VisualRows
 
-HOST_FIELDS = ("sample_ids", "lengths")  # of a TextBatch: no tensors
+HOST_FIELDS = ("sample_ids", "lengths", "num_tokens")  # of a TextBatch: no tensors
 WARM_UP = 3  # eager runs before the capture: autotuning, workspaces and communicators have to exist
 
 MicrobatchLoss = Callable[[TextBatch, VisualRows, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

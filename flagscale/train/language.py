@@ -24,8 +24,10 @@ from torch.profiler import record_function
 from flagscale.data.text import TextBatch
 from flagscale.models.qwen35.attention import PackedSequences
 from flagscale.models.qwen35.language import VisualRows
+from flagscale.models.qwen35.weights import unwrap
 from flagscale.platforms.transfer import to_device
 from flagscale.train.graphs import MicrobatchGraph
+from flagscale.train.overlap import finish_gather, held_back, reduces_early
 from flagscale.train.timeline import MARK, MICROBATCH
 
 
@@ -77,21 +79,38 @@ class LanguageSchedule:
             shards = groups.tp.size() if get_model_config(model).sequence_parallel else 1
             self._graph = MicrobatchGraph(self._loss_of, self._without_trace, graph_tokens // shards)
 
-    def train(self, batches: list[TextBatch], rows: list[VisualRows], weights: LossWeights) -> torch.Tensor:
+    def train(
+        self, batches: list[TextBatch], rows: list[VisualRows], weights: LossWeights, *, is_last: bool = True
+    ) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients accumulate in the model and in the rows' embeddings.
+
+        Args:
+            is_last: whether the model's gradients are complete afterwards, and may be reduced.
 
         Returns:
             [lm, mtp] token losses summed over the microbatches, zero on all but the last stage.
         """
+        finish_gather(self._model)
         weights_2 = weights.tensor(batches[0].input_ids_BS.device)
         if self._graph is not None:
-            losses = [self._graph.run(batch, row, weights_2) for batch, row in zip(batches, rows, strict=True)]
+            with held_back(self._model):
+                losses = [self._graph.run(batch, row, weights_2) for batch, row in zip(batches, rows, strict=True)]
+            if is_last and reduces_early(self._model):
+                self._model.start_grad_sync()  # replayed backward passes call no hooks
         else:
-            losses = self._schedule(partial(_training_forward, weights_2), batches, rows, forward_only=False)
+            # The schedule reduces with its last microbatch, unless no microbatch of it is the step's last.
+            get_model_config(self._model).no_sync_func = partial(held_back, self._model) if is_last else None
+            with held_back(self._model, unless=is_last):
+                losses = self._schedule(partial(_training_forward, weights_2), batches, rows, forward_only=False)
         return torch.stack(losses).sum(0) if losses else torch.zeros(2, device=batches[0].input_ids_BS.device)
+
+    def take_balance(self) -> torch.Tensor:
+        """As `LanguageModel.take_balance`."""
+        return unwrap(self._model).take_balance()
 
     def evaluate(self, batches: list[TextBatch], rows: list[VisualRows]) -> list[dict[str, torch.Tensor]]:
         """Forward only; per microbatch what `_evaluation_forward` collects, on the last stage; empty elsewhere."""
+        finish_gather(self._model)
         return self._schedule(_evaluation_forward, batches, rows, forward_only=True)
 
     def _loss_of(self, batch: TextBatch, rows: VisualRows, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +123,9 @@ class LanguageSchedule:
         """Runs before any gradient of the iteration exists, and forgets the gradients it leaves."""
         run()
         if isinstance(self._model, DistributedDataParallel):
-            self._model.zero_grad_buffer()
+            # Not `zero_grad_buffer`, after which the capture would start reductions again.
+            for buffer in (*self._model.buffers, *self._model.expert_parallel_buffers):
+                buffer.reset()
 
     def _schedule(
         self, forward_step: Any, batches: list[TextBatch], rows: list[VisualRows], *, forward_only: bool
@@ -130,7 +151,14 @@ Microbatches = Iterator[tuple[TextBatch, VisualRows]]
 def _training_forward(weights: torch.Tensor, microbatches: Microbatches, model: torch.nn.Module) -> tuple[Any, Any]:
     batch, rows = next(microbatches)
     with record_function(MARK + MICROBATCH):
-        output = model(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, rows, _packed(batch))
+        output = model(
+            batch.input_ids_BS,
+            batch.position_ids_3BS,
+            batch.labels_BS,
+            rows,
+            _packed(batch),
+            num_tokens=batch.num_tokens,
+        )
     return output, partial(_loss, batch, weights)
 
 

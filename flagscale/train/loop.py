@@ -17,6 +17,7 @@ from flagscale.plan.layout import LANGUAGE, VISION
 from flagscale.train.build import TrainState
 from flagscale.train.checkpoint import Checkpoints
 from flagscale.train.evaluate import Evaluation, evaluate
+from flagscale.train.failure import SkippedSteps
 from flagscale.train.language import LossWeights
 from flagscale.train.metrics import Reporter, read_metrics
 from flagscale.train.mix_control import MixControl
@@ -58,6 +59,7 @@ class Training:
             self._data.load_state_dict(self._progress["data"])
         self._held_out = DataPipeline(state.plan, "valid", rank, pin=pin) if self._config.data.valid_path else None
         self._mix = MixControl(exp_dir, self._data, self._progress["iteration"])
+        self._skipped = SkippedSteps(self._config.model.optimizer.max_skipped_steps)
         self._reporter = Reporter(state.plan, exp_dir, self._progress["iteration"]) if rank == 0 else None
         self._say(f"{state.platform.description}; {_describe(state)}")
         if newest is not None:
@@ -89,6 +91,7 @@ class Training:
         self._finish()
 
     def _iterate(self, step: int) -> None:
+        self._state.place.begin(f"in iteration {step + 1}")
         for line in self._mix.poll(step):
             self._say(line)
         weights = LossWeights.of_batch(
@@ -107,6 +110,7 @@ class Training:
             values["learning_rate"] = learning_rate
             values["data_wait_s"] = self._data.wait_s - waited
             self._reporter.metrics(values)
+        self._skipped.note(report.outcome, step + 1)
 
     def _values(self, step: int, report: StepReport, seconds: float) -> dict[str, Any]:
         """The line of metrics.jsonl for one iteration."""
@@ -134,6 +138,9 @@ class Training:
             "exchange_bytes": report.exchange_bytes,
             "skipped": self._progress["skipped"],
         }
+        if plan.config.model.num_experts and plan.config.model.moe_aux_loss_coeff:
+            layers = plan.config.model.num_layers + plan.config.model.mtp_num_layers
+            values["moe_aux_loss"] = float(report.balance_sum) / (plan.batch.global_batch_size * layers)
         if peak is not None:
             values["mfu"] = utilisation(flops, seconds=seconds, gpus=plan.world_size, peak_flops=peak)
         values |= self._data.source_metrics(step)
@@ -146,6 +153,7 @@ class Training:
     def _validate(self, num_batches: int) -> Evaluation | None:
         if self._held_out is None:
             return None
+        self._state.place.begin(f"in the validation after iteration {self._progress['iteration']}")
         result = evaluate(self._state, self._step, self._held_out, min(num_batches, self._held_out.num_batches))
         if self._reporter is not None:
             self._reporter.metrics(
@@ -160,6 +168,7 @@ class Training:
         return result
 
     def _save(self) -> None:
+        self._state.place.begin(f"while saving the checkpoint of iteration {self._progress['iteration']}")
         self._progress["data"] = self._data.state_dict(self._progress["iteration"])
         path = self._checkpoints.save(self._state, self._progress)
         self._say(f"saved {path}")

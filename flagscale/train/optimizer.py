@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -37,12 +37,15 @@ class StepOutcome:
         grad_norm: L2 norm over both modules, before clipping.
         grad_norms: L2 norm of each module.
         sums: the caller's numbers, summed over the world.
+        local: what this rank added to the sums over the world, on its device: the squared norms of vision, language
+            and what others count, then the caller's numbers.
     """
 
     skipped: bool
     grad_norm: float
     grad_norms: dict[str, float]
     sums: list[float]
+    local: torch.Tensor = field(compare=False)
 
 
 class JointOptimizer:
@@ -72,7 +75,8 @@ class JointOptimizer:
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
         vision, language = (self._local_squares(name, local_sums.device) for name in (VISION, LANGUAGE))
-        total = torch.cat([torch.stack([vision[0], language[0], vision[1] + language[1]]), local_sums])
+        local = torch.cat([torch.stack([vision[0], language[0], vision[1] + language[1]]), local_sums])
+        total = local.clone()
         dist.all_reduce(total)
         vision_square, language_square, uncounted_square, *sums = total.tolist()
         norm = math.sqrt(vision_square + language_square) if vision_square + language_square >= 0 else math.nan
@@ -82,7 +86,7 @@ class JointOptimizer:
             for optimizer in self.optimizers.values():
                 self._clip(optimizer, norm)
                 optimizer.step_with_ready_grads()
-        return StepOutcome(skipped=skipped, grad_norm=norm, grad_norms=norms, sums=sums)
+        return StepOutcome(skipped=skipped, grad_norm=norm, grad_norms=norms, sums=sums, local=local)
 
     def _local_squares(self, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms of the gradient shards of one module on this rank: those it counts, and those its twins count.

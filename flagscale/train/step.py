@@ -24,6 +24,7 @@ from flagscale.train.build import TrainState, trainable_modules
 from flagscale.train.clock import PhaseClock
 from flagscale.train.language import LanguageSchedule, LossWeights
 from flagscale.train.optimizer import StepOutcome
+from flagscale.train.overlap import start_gather
 from flagscale.train.vision import MacroEncoder, gather_pixels
 
 
@@ -33,6 +34,7 @@ class StepReport:
 
     Attributes:
         loss_sums: [lm, mtp] token losses summed: of this rank before the optimizer step, of the world after it.
+        balance_sum: balancing losses of experts, not weighted, summed over samples and layers; ranks as for loss_sums.
         exchange_bytes: embeddings and gradients that left their rank, over the whole job.
         loads: cost encoded by each vision replica.
         language_loads: cost of the samples of each language replica.
@@ -41,6 +43,7 @@ class StepReport:
     """
 
     loss_sums: torch.Tensor | None = None
+    balance_sum: torch.Tensor | None = None
     outcome: StepOutcome | None = None
     num_items: int = 0
     exchange_bytes: int = 0
@@ -87,16 +90,18 @@ class TrainStep:
             recompute=model.vision_recompute,
         )
         self._patch_values = 3 * model.vision_temporal_patch_size * model.vision_patch_size**2
-        self._clock = PhaseClock(self._device)
+        self._clock = PhaseClock(self._device, state.place.enter)
 
     def run(self, macro_batches: Iterable[MacroBatch], weights: LossWeights) -> StepReport:
         """One optimizer step over the macro batches of a global batch. Collective over the world."""
         report = self.accumulate(macro_batches, weights)
         with self._clock.phase("optimizer"):
-            report.outcome = self._state.optimizer.step(report.loss_sums)
+            report.outcome = self._state.optimizer.step(torch.cat([report.loss_sums, report.balance_sum[None]]))
             if not report.outcome.skipped:
+                start_gather(self._state.wrapped.values())
                 self._state.scheduler.step(increment=1)
-        report.loss_sums = torch.tensor(report.outcome.sums)
+        *losses, balance = report.outcome.sums
+        report.loss_sums, report.balance_sum = torch.tensor(losses), torch.tensor(balance)
         report.phase_s = self._clock.seconds()
         return report
 
@@ -114,13 +119,13 @@ class TrainStep:
             exchange, rows = self.encode(macro)
             # Every microbatch through the language model; gradients collect in the rows' embeddings.
             with self._clock.phase("language"):
-                sums += self.language.train(self.on_device(macro), rows, weights)
+                sums += self.language.train(self.on_device(macro), rows, weights, is_last=macro.spec.is_last)
             # The gradients back to where the embeddings were made, and the encoder's backward, once.
             if self._trains_vision:
                 with self._clock.phase("exchange"):
                     grads_VD = exchange.send_gradients(_collect_gradients(rows))
                 with self._clock.phase("vision_backward"):
-                    self._encoder.backward(grads_VD)
+                    self._encoder.backward(grads_VD, is_last=macro.spec.is_last)
             moved = exchange.travelling_rows(backward=self._trains_vision)
             report.count(macro, moved * model.hidden_size * state.dtype.itemsize)
 
@@ -128,6 +133,7 @@ class TrainStep:
         with self._clock.phase("reduce"):
             finalize_gradients(state)
         report.loss_sums = sums if self._counts_loss() else torch.zeros_like(sums)
+        report.balance_sum = self.language.take_balance()
         return report
 
     def encode(self, macro: MacroBatch) -> tuple[Exchange, list[VisualRows]]:

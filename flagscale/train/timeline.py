@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flagscale.config.errors import UserError
 
@@ -63,29 +65,57 @@ def draw_timeline(folder: Path) -> Path:
     Raises:
         UserError: when there is no trace, or none with a phase.
     """
-    traces = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.json")}
-    spans = {rank: read_trace(traces[rank]) for rank in sorted(traces)[:_ROWS_SHOWN]}
-    if not any(spans.values()):
-        raise UserError(f"{folder}: holds no trace with phases; write some with experiment.profile")
+    return draw_timelines({"": folder}, folder / "timeline.png")
+
+
+def draw_timelines(folders: Mapping[str, Path], target: Path) -> Path:
+    """Draw several runs one above the other, at one scale, each from its first phase on.
+
+    Args:
+        folders: title -> folder with `rank<r>.json`.
+
+    Raises:
+        UserError: when a folder holds no trace, or none with a phase.
+    """
+    runs = {title: _read_folder(folder) for title, folder in folders.items()}
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    begin = min(span.start for row in spans.values() for span in row)
-    figure, axes = plt.subplots(figsize=(12, 1.5 + 0.5 * len(spans)), layout="constrained")
-    for row, rank in enumerate(spans):
-        for phase, (_, colour) in PHASES.items():
-            bars = [(1e3 * (span.start - begin), 1e3 * span.length) for span in spans[rank] if span.phase == phase]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
-        starts = [1e3 * (span.start - begin) for span in spans[rank] if span.phase == MICROBATCH]
-        axes.vlines(starts, row - 0.4, row + 0.4, colors="black", linewidth=0.6)
-    axes.set_yticks(range(len(spans)), [f"rank {rank}" for rank in spans])
-    axes.invert_yaxis()
-    axes.set_xlabel("time (ms); black lines: a microbatch of the language model starts")
+    heights = [0.6 + 0.5 * len(spans) for spans in runs.values()]
+    figure, axes = plt.subplots(
+        len(runs), figsize=(12, 0.9 + sum(heights)), height_ratios=heights, sharex=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, (title, spans) in zip(axes[:, 0], runs.items(), strict=True):
+        _draw_rows(axis, spans)
+        axis.set_title(title, loc="left", fontsize="medium")
+    axes[-1, 0].set_xlabel("time (ms); black lines: a microbatch of the language model starts")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour in PHASES.values()]
-    axes.legend(handles, [name for name, _ in PHASES.values()], ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    target = folder / "timeline.png"
+    figure.legend(handles, [name for name, _ in PHASES.values()], ncols=6, loc="outside upper center")
     figure.savefig(target, dpi=150)
     plt.close(figure)
     return target
+
+
+def _read_folder(folder: Path) -> dict[int, list[Span]]:
+    """Spans by rank, of the first ranks."""
+    traces = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.json")}
+    spans = {rank: read_trace(traces[rank]) for rank in sorted(traces)[:_ROWS_SHOWN]}
+    if not any(spans.values()):
+        raise UserError(f"{folder}: holds no trace with phases; write some with experiment.profile")
+    return spans
+
+
+def _draw_rows(axis: Any, spans: Mapping[int, list[Span]]) -> None:
+    """A row a rank."""
+    begin = min(span.start for row in spans.values() for span in row)
+    for row, rank in enumerate(spans):
+        for phase, (_, colour) in PHASES.items():
+            bars = [(1e3 * (span.start - begin), 1e3 * span.length) for span in spans[rank] if span.phase == phase]
+            axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
+        starts = [1e3 * (span.start - begin) for span in spans[rank] if span.phase == MICROBATCH]
+        axis.vlines(starts, row - 0.4, row + 0.4, colors="black", linewidth=0.6)
+    axis.set_yticks(range(len(spans)), [f"rank {rank}" for rank in spans])
+    axis.invert_yaxis()

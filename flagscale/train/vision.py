@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flagscale.data.assignment import VisualItem
 from flagscale.platforms.transfer import to_device
+from flagscale.train.overlap import finish_gather, held_back, reduces_early
 
 GridHW = tuple[int, int]
 
@@ -36,7 +37,8 @@ class MacroEncoder:
         self._dtype = dtype
         self._trainable = trainable
         self._recompute = recompute
-        self._kept: list[tuple[torch.Tensor, list[GridHW]]] = []  # with recompute: pixels_PC and grids of each piece
+        # With recompute, or without items: pixels_PC and grids of each piece.
+        self._kept: list[tuple[torch.Tensor, list[GridHW]]] = []
         self._rows_VD: torch.Tensor | None = None
 
     def forward(self, pixels_PC: torch.Tensor, items: Sequence[VisualItem], num_pieces: int) -> torch.Tensor:
@@ -46,10 +48,13 @@ class MacroEncoder:
             pixels_PC: the patches of `items`, one after the other.
             num_pieces: into how many parts of about equal patch count recomputation divides the items.
         """
+        finish_gather(self._encoder)
         grids = [(item.grid_h, item.grid_w) for item in items]
-        if not items:
-            return torch.zeros((0, self._width), dtype=self._dtype, device=pixels_PC.device)
         training = self._trainable and torch.is_grad_enabled()
+        if not items:
+            # Where reductions start early, a backward pass of zeros starts them in the order of the other ranks.
+            self._kept = [(pixels_PC, grids)] * training
+            return torch.zeros((0, self._width), dtype=self._dtype, device=pixels_PC.device)
         keep_graph = training and not self._recompute
         with torch.set_grad_enabled(keep_graph):
             rows_VD = self._encoder(pixels_PC, grids)
@@ -59,14 +64,22 @@ class MacroEncoder:
             self._kept = _pieces(pixels_PC, grids, num_pieces)
         return rows_VD.detach()
 
-    def backward(self, grads_VD: torch.Tensor) -> None:
-        """Accumulates the parameter gradients of the last `forward`, given the gradient of its rows."""
+    def backward(self, grads_VD: torch.Tensor, *, is_last: bool = True) -> None:
+        """Accumulates the parameter gradients of the last `forward`, given the gradient of its rows.
+
+        Args:
+            is_last: whether the gradients are complete afterwards, and may be reduced.
+        """
         if self._rows_VD is not None:
-            torch.autograd.backward(self._rows_VD, grads_VD)
+            with held_back(self._encoder, unless=is_last):
+                torch.autograd.backward(self._rows_VD, grads_VD)
         start = 0
-        for pixels_PC, grids in self._kept:
+        for number, (pixels_PC, grids) in enumerate(self._kept, start=1):
+            if not grids and not (is_last and reduces_early(self._encoder)):
+                continue
             rows_VD = self._encoder(pixels_PC, grids)
-            torch.autograd.backward(rows_VD, grads_VD[start : start + len(rows_VD)])
+            with held_back(self._encoder, unless=is_last and number == len(self._kept)):
+                torch.autograd.backward(rows_VD, grads_VD[start : start + len(rows_VD)])
             start += len(rows_VD)
         self.discard()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flagscale.config.loading import load
 from flagscale.data.corpus import Corpus
 from tests.data.helpers import make_config, save_image, sharegpt, write_jsonl
 from tools.data import from_folder, inspect
@@ -57,7 +59,9 @@ def test_a_folder_becomes_a_data_set(
     broken = sorted(folder.rglob("*.png"))[0]
     broken.write_bytes(broken.read_bytes()[:200])
     assert from_folder.main([str(folder), "--out", str(out), "--valid-share", "0.2"]) == 0
-    assert "9 train, 2 valid, 1 left out" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "9 train, 2 valid, 1 left out" in shown
+    assert f"left out: {broken.relative_to(folder)} has the image {broken}, which is" in shown
     found = []
     for split in ("train", "valid"):
         corpus = Corpus.open(make_config(out / f"{split}.jsonl", on_bad_sample="raise"), "train")
@@ -80,6 +84,30 @@ def test_folders_that_say_nothing_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out").exists()
 
 
+def test_what_people_stumble_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names with spaces, a table of a spreadsheet, characters beyond ASCII, pictures without a caption."""
+    folder, out = tmp_path / "my (new) pictures", tmp_path / "it's mine"
+    names = [save_image(folder / f"{i} a.png", 64, 64, seed=i) for i in range(6)]
+    (folder / "._0 a.png").write_bytes(b"left by macOS")
+    rows = [f'{name};"ein B\u00e4r; {i}"' for i, name in enumerate(names[:3])] + [f"{names[3]};a bear"]
+    (folder / "captions.csv").write_text("\ufeffname;caption\r\n" + "\r\n".join(rows), encoding="utf-8")
+    assert from_folder.main([str(folder), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 train, 1 valid, 2 left out" in shown
+    assert "left out: 4 a.png has neither a caption nor" in shown
+    assert "3 answers hold characters that the demo's tokenizer lacks" in shown
+    words = shlex.split(shown.splitlines()[-1])
+    assert words[:3] == ["python", "run.py", "--config-name"]
+    config = load(words[3], None, words[4:]).config
+    assert (config.data.train_path, config.data.on_bad_sample) == (str(out / "train.jsonl"), "skip")
+    for name in ("plain", "a b", "a, (b) = c", "it's", 'a"b', "a\\b", "a$HOME", "\u732b"):
+        (word,) = shlex.split(from_folder.override("data.train_path", tmp_path / name))
+        assert load("qwen35_mimo", None, [word]).config.data.train_path == str(tmp_path / name)
+    (folder / "captions.csv").write_bytes("name,B\u00e4r".encode("latin-1"))
+    assert from_folder.main([str(folder), "--out", str(tmp_path / "other")]) == 2
+    assert "captions.csv: is not text in UTF-8" in capsys.readouterr().err
+
+
 def test_inspect_says_what_a_source_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_image(tmp_path / "a.png", 64, 96)
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:3000])
@@ -87,7 +115,8 @@ def test_inspect_says_what_a_source_holds(tmp_path: Path, capsys: pytest.Capture
     path = write_jsonl(tmp_path / "s.jsonl", samples)
     assert inspect.main([str(path), "--png", str(tmp_path / "h.png")]) == 0
     shown = capsys.readouterr().out
-    texts = ("samples │ 3", "broken samples │ 1", "visual tokens │ 12 (", "1 samples have none", "patches of an item")
+    texts = ("samples │ 3", "broken samples │ 1", "visual tokens │ 12 (", "1 samples have none", "patches of an item",
+             "too long │ 0 (over model.seq_length=")  # fmt: skip
     for text in texts:
         assert text.replace(" ", "") in shown.replace(" ", ""), text
     assert "line 3: the sample is not valid JSON" in shown

@@ -55,8 +55,8 @@ def follow(plan: ExperimentPlan, exp_dir: Path, first: int, last: int, saved: An
             counts = [(m.spec.num_tokens, m.spec.num_microbatches * plan.language.dp) for m in macros]
             texts = [i for m in macros for text in m.microbatches for i, _, _ in text.spans()]
             pixels = [(m.spec.items[i].sample, m.spec.items[i].media) for m in macros for i in m.pixels]
-            first = plan.language.coordinate(dist.get_rank())["tp"] == 0
-            seen.append((data.sample_ids(step), counts, data.source_metrics(step), (texts * first, pixels)))
+            speaks = plan.language.coordinate(dist.get_rank())["tp"] == 0
+            seen.append((data.sample_ids(step), counts, data.source_metrics(step), (texts * speaks, pixels)))
             if step + 1 == SAVED:
                 state = data.state_dict(SAVED)
     finally:

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flagscale.data.macro import MacroBatch
 from flagscale.plan.plan import ExperimentPlan
+from flagscale.train.build import TrainState
 from flagscale.train.language import LossWeights
 from flagscale.train.step import TrainStep
 from tests.dist.harness import Samples, build_state, full_gradients, loss_weights, macro_batches, make_plan
@@ -63,3 +65,60 @@ def test_packed_steps_equal_padded_ones(name: str) -> None:
         assert sums == pytest.approx(padded[0], rel=1e-5), mode
         assert num_computed < 0.8 * padded[1], mode
         compare(gradients, padded[2], str(mode))
+
+
+FEW = {"global_batch_size": 4, "micro_batch_size": 2, "vision_micro_batch_size": 2}
+
+
+def of_each_sample(plans: list[ExperimentPlan], weights: LossWeights) -> list[dict[int, tuple[list[float], Any]]]:
+    """Losses and gradients of every sample of the first global batch by each plan: those of the step in which it alone
+    has targets, the others lying beside it as always."""
+    state = build_state(plans[0])
+    found = []
+    try:
+        for plan in plans:
+            own = dataclasses.replace(state, plan=plan)
+            batches = macro_batches(plan, SAMPLES, dist.get_rank())
+            samples = range(plan.batch.global_batch_size)
+            found.append({sample: _of_one(own, batches, sample, weights) for sample in samples})
+    finally:
+        state.topology.destroy()
+    return found
+
+
+def _of_one(state: TrainState, batches: list[MacroBatch], sample: int, weights: LossWeights) -> tuple[list[float], Any]:
+    report = TrainStep(state).accumulate([only(macro, sample) for macro in batches], weights)
+    dist.all_reduce(report.loss_sums)
+    return report.loss_sums.tolist(), full_gradients(state)
+
+
+def only(macro: MacroBatch, sample: int) -> MacroBatch:
+    """The macro batch with the targets of one sample."""
+    texts = []
+    for text in macro.microbatches:
+        mask_BS = torch.zeros_like(text.loss_mask_BS)
+        for number, row, tokens in text.spans():
+            if number == sample:
+                mask_BS[row, tokens] = text.loss_mask_BS[row, tokens]
+        texts.append(dataclasses.replace(text, loss_mask_BS=mask_BS))
+    return dataclasses.replace(macro, microbatches=tuple(texts))
+
+
+def test_every_sample_has_the_loss_and_the_gradients_of_its_padded_row() -> None:
+    """Alone with targets in the packed row, a sample gives what it gives in a row of its own: 1e-5 in fp32.
+
+    A parameter's gradient is held against the largest of its module: near-zero ones (`A_log`, `dt_bias`) are rounding.
+    """
+    plans = [with_data(make_plan(1, **FEW), **mode) for mode in MODES]
+    padded, *packed = run_ranks(1, of_each_sample, plans, loss_weights(plans[0], SAMPLES), timeout=240)[0]
+    assert len(padded) == 4
+    largest = max(float(gradient.norm()) for _, gradients in padded.values() for gradient in gradients.values())
+    for mode, found in zip(MODES[1:], packed, strict=True):
+        for sample, (sums, gradients) in found.items():
+            assert sums == pytest.approx(padded[sample][0], rel=1e-5), (mode, sample)
+            for name, gradient in gradients.items():
+                expected = padded[sample][1][name]
+                error = float((gradient - expected).norm())
+                assert error <= 1e-5 * max(float(expected.norm()), 1e-2 * largest), (mode, sample, name)
+    one, other = padded[0][1], padded[1][1]
+    assert any((one[name] - other[name]).norm() > 0.1 * one[name].norm() for name in one), "samples differ"

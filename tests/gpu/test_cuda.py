@@ -39,16 +39,16 @@ def platform() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def plan(*, bf16: bool, cuda_graph: bool) -> ExperimentPlan:
+def plan(**keys: Any) -> ExperimentPlan:
     """The reference's plan with these system keys."""
     made = make_plan(1, **reference.KEYS)
-    system = dataclasses.replace(made.config.system, bf16=bf16, cuda_graph=cuda_graph)
+    system = dataclasses.replace(made.config.system, **keys)
     return dataclasses.replace(made, config=dataclasses.replace(made.config, system=system))
 
 
-def state_of(platform: Any, expected: dict[str, Any], *, bf16: bool, cuda_graph: bool) -> TrainState:
-    """A training state with the reference's weights."""
-    state = build(plan(bf16=bf16, cuda_graph=cuda_graph), platform)
+def state_of(platform: Any, expected: dict[str, Any], **keys: Any) -> TrainState:
+    """A training state with the reference's weights and these system keys."""
+    state = build(plan(**keys), platform)
     reference.load_weights(state, expected["weights"])
     return state
 
@@ -86,6 +86,30 @@ def test_a_graph_equals_eager_launches(platform: Any, expected: dict[str, Any]) 
         state.topology.destroy()
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-4)
     wrong = {name: error for name, error in errors(results[1][1], results[0][1]).items() if not error < 5e-3}
+    assert not wrong, wrong
+
+
+PLAIN = {"gradient_accumulation_fusion": False, "overlap_grad_reduce": False, "overlap_param_gather": False}
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("key", PLAIN)
+def test_what_saves_time_changes_nothing(
+    platform: Any, expected: dict[str, Any], key: str, cuda_graph: bool
+) -> None:  # fmt: skip
+    """Two steps with one of these on and with none: rounding of a bf16 weight gradient at most."""
+    results = []
+    for keys in (PLAIN, PLAIN | {key: True, "ddp_bucket_size": 100_000}):
+        state = state_of(platform, expected, bf16=True, cuda_graph=cuda_graph, **keys)
+        step = TrainStep(state)
+        for n in range(2):
+            weights = loss_weights(state.plan, reference.SAMPLES, n)
+            step.run(macro_batches(state.plan, reference.SAMPLES, 0, n), weights)
+        state.finish_gathers()
+        results.append(reference.step(state))
+        state.topology.destroy()
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)
+    wrong = {name: error for name, error in errors(results[1][1], results[0][1]).items() if not error < 2e-2}
     assert not wrong, wrong
 
 

@@ -72,7 +72,8 @@ def full_step(
         lengths: of samples packed into the batch's one row.
 
     Returns:
-        rows, logits (without pipeline), losses (last stage) and gradients by Hugging Face name, as this rank has them.
+        rows, logits (without pipeline), losses (last stage), balance (summed over layers and samples) and gradients by
+        Hugging Face name, as this rank has them.
     """
     with built(model, layout, weights) as (language, vision, topology):
         groups = topology.groups
@@ -93,7 +94,8 @@ def full_step(
         if layout["pp"] == 1:
             with torch.no_grad():
                 logits = language(batch.input_ids_BS, batch.position_ids_3BS, None, visual, packed, _mask(batch))
-        return {"rows": rows_VD.detach(), "logits": logits, "losses": losses, "gradients": gradients}
+        found = {"rows": rows_VD.detach(), "logits": logits, "losses": losses, "gradients": gradients}
+        return {**found, "balance": float(language.take_balance())}
 
 
 def _complete_expert_gradients(module: torch.nn.Module, groups: Any) -> None:
@@ -133,7 +135,10 @@ def _language_step(
         leaf = torch.empty(length // ranks, size, language.config.hidden_size)
         dist.recv(leaf, before)
         language.set_input_tensor(leaf.requires_grad_())
-    out = language(batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, packed, _mask(batch))
+    num_tokens = tuple(batch.attention_mask_BS.sum(1).tolist()) if packed is None else packed.lengths
+    out = language(
+        batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, packed, _mask(batch), num_tokens=num_tokens
+    )
     if language.post_process:
         lm_BS, mtp_BS = out
         loss = (lm_BS * batch.loss_mask_BS).sum()

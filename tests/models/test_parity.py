@@ -166,30 +166,38 @@ def test_experts_at_every_layout_equal_transformers(layout: dict[str, Any]) -> N
 
 
 def test_the_balancing_loss_is_transformers_own() -> None:
-    """Per layer and sample, its weight divided by the number of experts of a token; MTP's layer included.
+    """Per layer and sample, over its own tokens, the weight divided by the number of experts of a token.
 
-    Padding counts like text, but transformers and this model give it other hidden states: the samples have none.
+    In MTP's layer over those tokens that have a next one.
     """
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter, load_balancing_loss_func
 
-    base, weights, batch, plain = reference("no padding", tied=False, mtp=True, moe=True)
+    base, weights, batch, plain = reference("unequal images", tied=False, mtp=True, moe=True)
     size, length = batch.input_ids_BS.shape
-    model = dataclasses.replace(base, moe_aux_loss_coeff=30.0, global_batch_size=size, seq_length=length)
+    lengths = batch.attention_mask_BS.sum(1).tolist()
+    assert min(lengths) < length, "nothing is padded"
+    model = dataclasses.replace(base, moe_aux_loss_coeff=30.0, global_batch_size=size)
     hf, logits = Reference(model, weights), []
     for router in (module for module in hf.modules() if isinstance(module, Qwen3_5MoeTopKRouter)):
         router.register_forward_hook(lambda module, args, out: logits.append(out[0].view(size, length, -1)))
     out = hf(batch)
     loss = (out["lm"] * batch.loss_mask_BS).sum() + (out["mtp"] * batch.mtp_mask_BS).sum()
     assert len(logits) == model.num_layers + 1
-    for sample in (sample for layer in logits for sample in layer):
-        balance = load_balancing_loss_func((sample,), model.num_experts, model.moe_router_topk)
-        loss = loss + model.moe_aux_loss_coeff / model.moe_router_topk * balance / size
+    total = 0.0
+    for number, layer in enumerate(logits):
+        for sample, tokens in zip(layer, lengths, strict=True):
+            counted = sample[: tokens - int(number == model.num_layers)]
+            total = total + load_balancing_loss_func((counted,), model.num_experts, model.moe_router_topk)
+    total = total / model.moe_router_topk
+    loss = loss + model.moe_aux_loss_coeff * total / size
     loss.backward()
     named = {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
     expected = {**plain, "gradients": unpack_experts(named)}
     router = "model.language_model.layers.0.mlp.gate.weight"
     assert relative(expected["gradients"][router], plain["gradients"][router]) > 0.01, "the loss does not show"
-    compare(run_ranks(1, full_step, model, weights, batch, SINGLE, timeout=120.0), batch, expected, 1)
+    results = run_ranks(1, full_step, model, weights, batch, SINGLE, timeout=120.0)
+    compare(results, batch, expected, 1)
+    assert results[0]["balance"] == pytest.approx(float(total), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from flagscale.config.hostfile import Host, parse_hostfile
+from flagscale.config.hostfile import Host, parse_hostfile, read_hostfile
+from flagscale.run import main
 from tests.pure.test_config_errors import BASE, refused
 from tests.pure.yaml_files import Project, project
 
@@ -66,7 +65,37 @@ HOSTFILES = [
     ("a\n", ["nnodes = 2", "the number of hosts", "set nnodes to 1"]),
     ("a\nb\nc\n", ["nnodes = 2", "set nnodes to 3"]),
     ("a slots=8\nb slots=2\n", ["nproc_per_node = 4", "line 2 gives b slots=2", "use 2"]),
+    ("a\x0bb\n", ["line 1", "'b' is not understood"]),
+    ("a\u2028b\n", ["line 1", "'b' is not understood"]),
+    ("a\0\nb\n", ["line 1", r"'a\x00' is no host name"]),
+    ("a, b\n", ["line 1", "'a,' is no host name"]),
+    ("node[1-2]\n", ["line 1", "'node[1-2]' is no host name"]),
+    ("a slots = 4\nb\n", ["line 1", "'slots' is not understood"]),
+    ("a slots=4 max_slots=4\nb\n", ["line 1", "'max_slots=4' is not understood"]),
+    ("a slots=4.0\nb\n", ["line 1", "not '4.0'"]),
+    ("a slots=\u0664\nb\n", ["line 1", "not '\u0664'"]),
+    (f"a slots={'9' * 5000}\nb\n", ["line 1", "from 1 to 1024", "..."]),
+    ("Node1\nnode1\n", ["line 2", "node1 is on line 1 already"]),
+    ("fd00::1\n[FD00:0::1]\n", ["line 2", "FD00:0::1 is on line 1 already"]),
+    ("me@a\nyou@a\n", ["line 2", "a is on line 1 already"]),
+    (":::::\nb\n", ["line 1", "neither a host nor an IPv6 address"]),
+    ("256.1.1.1\nb\n", ["line 1", "'256.1.1.1' is no IPv4 address"]),
+    ("4\nb\n", ["line 1", "'4' is no IPv4 address"]),
+    (f"{'a' * 64}.b\nb\n", ["line 1", "is no host name"]),
+    ("a..b\nc\n", ["line 1", "'a..b' is no host name"]),
+    ("ssh://a\nb\n", ["line 1", "port must be a whole number"]),
+    ("a/b\nc\n", ["line 1", "'a/b' is no host name"]),
+    ("a:+22\nb\n", ["line 1", "'+22'"]),
+    ("me@you@a\nb\n", ["line 1", "'me@you' is no user name"]),
+    ('{"a": 8}\n', ["line 1", "is no host name"]),
+    ("- a\n- b\n", ["line 1", "'-' is no host name", "line 2"]),
 ]
+
+
+@pytest.mark.parametrize("text", ["\ufeffa\nb\n", "a slots=4\r\nb slots=4\r\n", "a\tslots=4\nb\u00a0slots=4\n", "a\nb"])
+def test_what_editors_make_of_a_hostfile(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(text.encode())
+    assert [host.address for host in read_hostfile(tmp_path / "hosts")] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("text", "parts"), HOSTFILES, ids=lambda value: repr(value)[:40])
@@ -85,8 +114,13 @@ def test_a_broken_hostfile_is_refused(
 
 @pytest.mark.parametrize(
     ("content", "parts"),
-    [(None, ["No such file"]), (b"\xff\xfe", ["no UTF-8 text"]), ("folder", ["Is a directory"])],
-    ids=["missing", "bytes", "folder"],
+    [
+        (None, ["No such file"]),
+        (b"\xff\xfe", ["no UTF-8 text"]),
+        ("folder", ["Is a directory"]),
+        ("pipe", ["is a pipe or device"]),
+    ],
+    ids=["missing", "bytes", "folder", "pipe"],
 )
 def test_a_hostfile_that_cannot_be_read(
     project: Project, capsys: pytest.CaptureFixture[str], content: bytes | str | None, parts: list[str]
@@ -97,6 +131,8 @@ def test_a_hostfile_that_cannot_be_read(
         hostfile.write_bytes(content)
     elif content == "folder":
         hostfile.mkdir()
+    elif content == "pipe":
+        os.mkfifo(hostfile)  # as of `<(...)`: opening it would wait for ever
     message = refused(capsys, project.run(*SSH, f"experiment.runner.hostfile={hostfile}"))
     assert all(part in message for part in [str(hostfile), *parts]), message
 
@@ -134,6 +170,37 @@ RUNNERS = [
     (["experiment.profile.start=3", "experiment.profile.stop=2"], ["stop = 2", "at least start 3"]),
     (["experiment.profile.start=3", "experiment.profile.stop=3000"], ["at most train_iters 240"]),
     (["experiment.profile.start=0", "experiment.profile.stop=2"], ["must be at least 1"]),
+    (["experiment.runner.hostfile=''"], ["experiment.runner.hostfile = ''", "is empty"]),
+    (["experiment.exp_dir=''"], ["experiment.exp_dir = ''", "is empty"]),
+    (["experiment.exp_dir='~surely-no-user/x'"], ["exp_dir", "a user whom this machine does not know"]),
+    ([f"experiment.exp_dir=/tmp/{'a' * 256}"], ["exp_dir", "longer than names (255 bytes)"]),
+    ([f"experiment.exp_dir={'/a' * 2050}"], ["exp_dir", "paths (4095)"]),
+    (["experiment.exp_dir='/tmp/a\nb'"], ["exp_dir", "a line break"]),
+    (["experiment.exp_dir=/"], ["exp_dir = '/'", "a home of other things", "a folder of its own"]),
+    ([f"experiment.exp_dir={ROOT}"], ["exp_dir", "so it is a project"]),
+    (["experiment.runner.master_addr=''"], ["master_addr = ''", "no host name and no address"]),
+    (["experiment.runner.master_addr=256.0.0.1"], ["master_addr", "no host name and no address"]),
+    (["experiment.runner.master_addr='a b'"], ["master_addr", "no host name and no address"]),
+    (["experiment.runner.ssh_options=[myhost]"], ["'myhost' (command line): is no option of ssh"]),
+    (["experiment.runner.ssh_options=[--,x]"], ["'--' (command line): is no option of ssh"]),
+    (["experiment.runner.ssh_options=[-i]"], ["'-i' (command line): lacks its value"]),
+    (["experiment.runner.ssh_options=[-vi,key,other]"], ["'other' (command line): is no option of ssh"]),
+    (["experiment.runner.ssh_options=[-4f]"], ["'-4f' (command line): keeps ssh from running the job"]),
+    (["experiment.runner.ssh_options=[-tt]"], ["'-tt' (command line): mixes"]),
+    (["experiment.runner.ssh_options=[-p22]"], ["'-p22' (command line): is the port of all hosts"]),
+    (["experiment.runner.slurm.partition=''"], ["slurm.partition = ''", "is empty or holds a space"]),
+    (["experiment.runner.slurm.account='a b'"], ["slurm.account = 'a b'", "holds a space"]),
+    (["experiment.runner.slurm.qos='a\nb'"], ["slurm.qos", "holds a space"]),
+    (["experiment.exp_name='a\nb'"], ["exp_name", "holds a line break"]),
+    (["experiment.exp_name=''"], ["exp_name", "is empty"]),
+    (["experiment.runner.slurm.signal_before=70000"], ["signal_before = 70000", "at most 65535"]),
+    (["experiment.runner.slurm.gpus_per_node=a100:8"], ["must be a whole number or null"]),
+    (["experiment.runner.nnodes='1:2'"], ["must be a whole number, not text"]),
+    (["+experiment.envs.PET_NNODES=2"], ["'PET_NNODES'", "by the launcher itself"]),
+    (["+experiment.envs.TORCHELASTIC_RUN_ID=2"], ["'TORCHELASTIC_RUN_ID'", "by the launcher itself"]),
+    (["experiment.cmds.before_start='if true; then'"], ["cmds.before_start", "no whole bash command (syntax error"]),
+    (["experiment.cmds.before_start='cat <<EOF'"], ["cmds.before_start", "here-document"]),
+    (["experiment.cmds.after_stop='echo )'"], ["cmds.after_stop", "no whole bash command"]),
     (["action=auto_tune"], ["auto_tune", "does not exist yet", "-m model.vision_micro_batch_size=2,4,8"]),
 ]  # fmt: skip
 
@@ -151,6 +218,52 @@ def test_broken_runner_settings_are_refused(
     assert not (project.folder / "exp").exists()
 
 
+# (what the YAML file says, what the message must say)
+FILES = [
+    ("experiment: {runner: {slurm: {time_limit: 4:00:00}}}", ["line 2", "4:00:00 is a number to the base of 60"]),
+    ("experiment: {runner: {slurm: {options: [--a=b, 1:30]}}}", ["line 2", "1:30 is a number to the base of 60"]),
+    ("model: &a {seed: *a}", ["an alias stands inside what it names"]),
+    ("model: {seed: !!python/object/apply:os.system ['true']}", ["line 2", "could not determine a constructor"]),
+    ("---\nmodel: {seed: 1}", ["another document"]),
+    ('experiment: {envs: {A: "${HOME}/x"}}', ["cannot be resolved", "${oc.env:NAME}"]),
+    ("experiment: {envs: {A: !!binary aGk=}}", ["experiment.envs.A", "holds bytes"]),
+    ("experiment: {envs: {A: [!!binary aGk=]}}", ["experiment.envs.A", "holds bytes"]),
+    ('experiment: {envs: {A: "x\\0y"}}', ["experiment.envs.A", "zero byte"]),
+    ("experiment: {envs: 'A=1'}", ["experiment.envs", "must be a mapping, not text"]),
+    ('experiment: {exp_name: "a\\0b"}', ["experiment.exp_name", "holds a line break"]),
+    ('experiment: {cmds: {before_start: "a\\0b"}}', ["before_start", "zero byte"]),
+    ('experiment: {runner: {hostfile: "a\\0b"}}', ["runner.hostfile", "control character"]),
+    ("experiment: {runner: {ssh_options: '-p 22'}}", ["must be a list of texts, not text"]),
+    ("experiment: {runner: {ssh_options: [-o, 22]}}", ["must be a list of texts"]),
+    ("experiment: {runner: {hosts: [a, b]}}", ["no known key", "experiment.runner.hostfile"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), FILES, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_broken_files_are_refused(
+    project: Project, capsys: pytest.CaptureFixture[str], text: str, parts: list[str]
+) -> None:
+    project.write(f"{BASE}{text}\n")
+    message = refused(capsys, project.run())
+    for part in parts:
+        assert part in message
+    assert message.count("mine.yaml") <= 1, "named once"
+
+
+@pytest.mark.parametrize("name", ["/tmp/conf/mine", "../conf/mine"])
+def test_a_path_is_no_name(project: Project, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    project.write(BASE)
+    assert "is a path; write --config-path FOLDER" in refused(capsys, main(["--config-name", name]))
+
+
+def test_a_folder_with_a_file_of_the_users(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    project.write(BASE)
+    (project.folder / "exp").mkdir()
+    (project.folder / "exp/config.yaml").write_text("mine: 1\n")
+    assert "a config.yaml without a plan.json, so it is no run's" in refused(capsys, project.run())
+    assert (project.folder / "exp/config.yaml").read_text() == "mine: 1\n"
+
+
 @pytest.mark.parametrize("name", ["A B", "1A", "A=B", "", "A;id"])
 def test_no_name_of_a_variable(project: Project, capsys: pytest.CaptureFixture[str], name: str) -> None:
     project.write(f"{BASE}experiment: {{envs: {{'{name}': x}}}}\n")
@@ -166,54 +279,6 @@ def test_variables_of_an_unknown_host(project: Project, capsys: pytest.CaptureFi
     message = refused(capsys, project.run(*overrides))
     assert "'c' (command line): is no host of" in message
     assert "use one of a, b" in message
-
-
-# (runner settings, programs that are missing, what the message must say)
-ENVIRONMENTS = [
-    ("experiment.runner.type=slurm", ["sbatch, scontrol, scancel not found", "login node"]),
-    ("experiment.runner.type=ssh", ["no ssh client"]),
-]
-
-
-@pytest.mark.parametrize(("runner", "parts"), ENVIRONMENTS)
-def test_missing_programs(
-    project: Project,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    runner: str,
-    parts: list[str],
-) -> None:
-    project.write(BASE)
-    hostfile = project.folder / "hosts"
-    hostfile.write_text("127.0.0.1\n")
-    monkeypatch.setenv("PATH", str(project.folder))
-    message = refused(capsys, project.run(runner, f"experiment.runner.hostfile={hostfile}", "action=run"))
-    assert all(part in message for part in parts)
-    assert not (project.folder / "exp/plan.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        # Any file passes for data here: the folder is refused before a sample is read.
-        (
-            ["experiment.exp_dir=/proc/x", f"data.train_path={__file__}", f"data.valid_path={__file__}"],
-            ["experiment.exp_dir", "cannot be written"],
-        ),
-        (["model.lr=x"], ["must be a number"]),
-        (["--config-name", "nothing"], ["no such file"]),
-        (["--no-such-option"], ["unrecognized arguments"]),
-    ],
-)
-def test_the_program_itself_ends_with_two_and_no_traceback(arguments: list[str], parts: list[str]) -> None:
-    """The whole program, as a user starts it."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *arguments], capture_output=True, text=True, check=False, timeout=60,
-        env={**os.environ, "PYTHONPATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert all(part in done.stderr for part in parts), done.stderr
 
 
 def test_secrets_are_hidden_in_a_runs_files_and_in_explain(

@@ -84,6 +84,76 @@ def test_rank_that_a_signal_ended(tmp_path: Path) -> None:
     ]
 
 
+EXITS = """
+Failures:
+[1]:
+  rank      : 2 (local_rank: 2)
+  exitcode  : -15 (pid: 8869)  (SIGTERM)
+[2]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 8871)
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 8870)
+"""
+
+
+def told(folder: Path, rank: int, name: str, **tree: object) -> None:
+    """A file that a rank leaves beside its log."""
+    (folder / "run_a" / "attempt_0" / str(rank) / name).write_text(json.dumps(tree) + "   ")
+
+
+def test_an_explanation_stands_for_the_traceback(tmp_path: Path) -> None:
+    """And the earliest of those with a cause of their own counts, whoever was seen to exit first."""
+    folder = logs(tmp_path, {0: PEER, 1: OWN, 2: OWN}, ROOT.format(rank=0, code=1))
+    told(folder, 0, "ending.json", kind="peer", message="lost another rank in iteration 3", time=1.0)
+    told(folder, 1, "ending.json", kind="memory", message="ran out of memory in iteration 3, phase language", time=3.0)
+    told(folder, 2, "ending.json", kind="memory", message="ran out of memory in iteration 3, phase exchange", time=2.0)
+    failure = first_failure(folder, since=0)
+    assert failure.report().splitlines() == [
+        "rank 2 ran out of memory in iteration 3, phase exchange",
+        f"log of rank 2: {failure.log}",
+    ]
+
+
+def test_what_no_rank_can_do_anything_about_names_the_ranks_itself(tmp_path: Path) -> None:
+    folder = logs(tmp_path, {0: OWN, 1: OWN}, ROOT.format(rank=1, code=1))
+    for rank in range(2):
+        told(folder, rank, "ending.json", kind="not finite", message="the last 10 steps: rank 1", time=float(rank))
+    assert first_failure(folder, since=0).report().splitlines()[0] == "the last 10 steps: rank 1"
+
+
+def test_a_killed_rank_beats_those_that_lost_it(tmp_path: Path) -> None:
+    """Its place says where; the peer's own ending does not count."""
+    folder = logs(tmp_path, {0: PEER, 1: "warning\n", 2: ""}, EXITS.format(code=-9))
+    told(folder, 0, "ending.json", kind="peer", message="lost another rank in iteration 3", time=1.0)
+    for rank in range(3):
+        told(folder, rank, "place.json", where="in iteration 3, phase language", memory="lower x", peer="set y")
+    failure = first_failure(folder, since=0)
+    assert failure.report().splitlines() == [
+        "rank 1 was ended by signal 9 (SIGKILL, often the kernel when memory runs out) in iteration 3, phase language; "
+        "if so: lower x; set y",
+        f"log of rank 1: {failure.log}",
+    ]
+
+
+def test_a_rank_that_nccl_ended(tmp_path: Path) -> None:
+    text = "[rank1]:[E1130 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: ALLREDUCE\n"
+    folder = logs(tmp_path, {0: "", 1: text}, ROOT.format(rank=1, code=-6))
+    told(folder, 1, "place.json", where="in iteration 3, phase reduce", memory="lower x", peer="set y")
+    assert first_failure(folder, since=0).report().splitlines()[0] == (
+        "rank 1 waited in vain for another rank in iteration 3, phase reduce (NCCL gave up); set y"
+    )
+
+
+def test_all_say_they_lost_a_peer(tmp_path: Path) -> None:
+    folder = logs(tmp_path, {0: PEER, 1: PEER}, ROOT.format(rank=1, code=1))
+    for rank in range(2):
+        told(folder, rank, "ending.json", kind="peer", message="lost another rank in iteration 3", time=1.0)
+    assert first_failure(folder, since=0).report().splitlines()[0] == "rank 1 lost another rank in iteration 3"
+
+
 def test_torchrun_itself_failed(tmp_path: Path) -> None:
     failure = first_failure(logs(tmp_path, {}, "usage: run.py\nerror: no such option\n"), since=0)
     assert failure.rank is None

@@ -1,6 +1,7 @@
 """A Slurm cluster of two virtual nodes on this machine: munged, slurmctld and two slurmd, started by a test.
 
-A job that is requeued may start again after `cred_expire` seconds, which is two minutes by default.
+A job that is requeued may start again after `cred_expire` seconds, which is two minutes by default. A job may run
+`OverTimeLimit` minutes over its time limit, so that one which was warned of it saves on a busy machine too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 ReturnToService=2
 MessageTimeout=60
+OverTimeLimit=10
 KillWait=5
 NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={machine} Port={ports[1]} CPUs=4 RealMemory=1000
 NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={machine} Port={ports[2]} CPUs=4 RealMemory=1000

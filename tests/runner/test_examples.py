@@ -18,10 +18,11 @@ FOLDER = ROOT / "examples/qwen35_mimo"
     ("script", "parts"),
     [
         (["slurm.sh"], ["8 processes = 1 x 8, slurm", "#SBATCH --gpus-per-node=8", "#SBATCH --signal=B:USR1@300"]),
+        (["slurm.sh", "experiment.runner.slurm.time_limit=60"], ["#SBATCH --time=60\n", "#SBATCH --gpus-per-node=8"]),
         (["ssh.sh", "hosts.example"], ["8 processes = 2 x 4, ssh"]),
         (["job.sbatch"], ["8 processes = 1 x 8, local"]),
     ],
-    ids=["slurm", "ssh", "sbatch"],
+    ids=["slurm", "slurm-changed", "ssh", "sbatch"],
 )
 def test_script(script: list[str], parts: list[str], tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.runner.ranks import check_restarted, checkpoints, iterations_of, rank_process
 from tests.runner.slurm_cluster import SlurmCluster
 from tools.data import make_digits
 
@@ -73,6 +75,25 @@ class Run:
         return process.returncode, output
 
 
+    @property
+    def job_id(self) -> int:
+        """Slurm's name for the job."""
+        return int(json.loads((self.exp_dir / "slurm.json").read_text())["job_id"])
+
+    def ask_queue(self, form: str) -> str:
+        """What squeue prints of the job in a format."""
+        return self.cluster.ask("squeue", "--noheader", f"--jobs={self.job_id}", f"--format={form}").strip()
+
+
+def wait_for(job: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 240) -> None:
+    """Until a condition holds, while the job's follower runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def run(tmp_path: Path, cluster: SlurmCluster) -> Run:
     return Run(tmp_path, cluster)
@@ -98,11 +119,7 @@ def test_failed_rank_is_shown(run: Run) -> None:
 
 def test_cancelled_job(run: Run) -> None:
     follower = run.start("+experiment.envs.TINY_MODE=wait")
-    deadline = time.monotonic() + 120
-    while len(list(run.exp_dir.glob("rank*.pid"))) < 4:
-        assert follower.poll() is None, follower.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(follower, lambda: len(list(run.exp_dir.glob("rank*.pid"))) == 4)
     assert "RUNNING on n[1-2], elapsed" in run.run(action="query")[1]
     follower.send_signal(signal.SIGINT)
     output, _ = follower.communicate(timeout=60)
@@ -125,49 +142,73 @@ def test_sbatch_refuses(run: Run) -> None:
     assert "Invalid partition" in output
 
 
-def start_demo(run: Run, folder: Path, iterations: int, *overrides: str) -> subprocess.Popen[str]:
+def test_lost_node_puts_the_job_back_into_the_queue(run: Run) -> None:
+    follower = run.start("+experiment.envs.TINY_MODE=wait_once")
+    wait_for(follower, lambda: len(list(run.exp_dir.glob("rank*.pid"))) == 4)
+    run.cluster.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    wait_for(follower, lambda: run.ask_queue("%T %r") != "RUNNING None")
+    run.cluster.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
+    output, _ = follower.communicate(timeout=240)
+    assert follower.returncode == 0, output
+    assert "requeued 1 times" in output
+    assert "COMPLETED on n[1-2]" in output
+
+
+def start_demo(run: Run, folder: Path, *overrides: str, **settings: object) -> subprocess.Popen[str]:
     """The demo in small, a rank on each node, submitted and followed."""
-    make_digits.make(folder / "digits", seed=1, num_train=200)
+    make_digits.make(folder / "digits", seed=1, num_train=100)
     del run.settings["data.valid_path"]
     return run.start(
         *TINY,
         *overrides,
-        "system.checkpoint.save_interval=100000",
         experiment__task__entrypoint=ROOT / "flagscale/train/megatron/train_qwen35.py",
         experiment__runner__nproc_per_node=1,
         data__train_path=folder / "digits/train.jsonl",
-        model__train_iters=iterations,
         model__tensor_model_parallel_size=1,
+        **settings,
     )
 
 
-def check_requeued(run: Run, follower: subprocess.Popen[str], iterations: int) -> None:
-    output, _ = follower.communicate(timeout=900)
-    assert follower.returncode == 0, output
+@pytest.mark.timeout(600)
+def test_killed_rank_is_restarted_from_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
+    """By torchrun, inside the job: Slurm does not notice."""
+    iterations = 14
+    job = start_demo(
+        run,
+        tmp_path,
+        experiment__runner__max_restarts=1,
+        model__train_iters=iterations,
+        system__checkpoint__save_interval=2,
+    )
+    wait_for(job, (run.exp_dir / "checkpoints/iter_0000002").exists)
+    os.kill(rank_process(f"SLURM_JOB_ID={run.job_id}", 1), signal.SIGKILL)
+    output, _ = job.communicate(timeout=500)
+    assert job.returncode == 0, output
+    assert "requeued 0 times" in output
+    assert "requeued 1 times" not in output
+    check_restarted(run.exp_dir, output, iterations)
+
+
+@pytest.mark.timeout(900)
+def test_job_is_requeued_before_its_time_limit_and_resumes(run: Run, tmp_path: Path) -> None:
+    """Slurm warns at its first look at the limit, 5 to 35 s after the start; ended here once it has resumed."""
+    job = start_demo(
+        run,
+        tmp_path,
+        "experiment.runner.slurm.time_limit=1",
+        "experiment.runner.slurm.signal_before=25",
+        model__train_iters=100_000,
+        system__checkpoint__save_interval=100_000,
+    )
+    sentences = run.exp_dir / "logs/console.log"
+    wait_for(job, lambda: sentences.exists() and "resumed from" in sentences.read_text(), 600)
+    (_, left), (_, resumed), *_ = checkpoints(sentences.read_text())
+    assert resumed == left
+    wait_for(job, lambda: iterations_of(run.exp_dir)[-1] > resumed)
+    assert "stopped" in run.run(action="stop")[1]
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM, output
     assert "has saved and goes back to the queue" in output
     assert "requeued 1 times" in output
-    assert "resumed from" in output
-    lines = [json.loads(line) for line in (run.exp_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == list(range(1, iterations + 1)), "none lost, none done twice"
-
-
-@pytest.mark.timeout(600)
-def test_job_trains_is_warned_requeued_and_resumes(run: Run, tmp_path: Path) -> None:
-    """The signal that Slurm sends before the time limit, sent at once."""
-    follower = start_demo(run, tmp_path, 30)
-    metrics, deadline = run.exp_dir / "metrics.jsonl", time.monotonic() + 240
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-        assert follower.poll() is None, follower.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    job_id = json.loads((run.exp_dir / "slurm.json").read_text())["job_id"]
-    run.cluster.ask("scancel", "--batch", "--signal=USR1", str(job_id))
-    check_requeued(run, follower, 30)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1000)
-def test_job_is_requeued_before_its_time_limit(run: Run, tmp_path: Path) -> None:
-    """Slurm itself warns, at its first look at the limit of a minute."""
-    limits = ("experiment.runner.slurm.time_limit=1", "experiment.runner.slurm.signal_before=25")
-    check_requeued(run, start_demo(run, tmp_path, 600, *limits), 600)
+    done = iterations_of(run.exp_dir)
+    assert done == list(range(1, len(done) + 1)), "none lost, none twice"

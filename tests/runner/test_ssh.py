@@ -121,6 +121,14 @@ def test_rank_that_raises_ends_both_hosts(cluster: Cluster) -> None:
     assert cluster.members == []
 
 
+def test_rank_that_raises_once_is_started_again_on_both_hosts(cluster: Cluster) -> None:
+    code, output = cluster.run(**{"+experiment.envs.TINY_MODE": "raise_once"}, experiment__runner__max_restarts=1)
+    assert code == 0, output
+    assert "ValueError: the loss is nan" in output
+    assert all(f"rank {rank} of 4 is done" in output for rank in range(4))
+    assert "restart on" not in output, "by torchrun: no host was lost"
+
+
 def test_background_job_is_queried_and_stopped_on_all_hosts(cluster: Cluster) -> None:
     assert "never started" in cluster.run(action="stop")[1]
     code, output = cluster.run(**{"+experiment.envs.TINY_MODE": "wait"}, experiment__runner__detach="true")

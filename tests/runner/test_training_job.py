@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from flagscale.config.errors import UserError
 from flagscale.runner import processes
 from flagscale.runner.record import load_record
 from flagscale.train.timeline import PHASES, draw_timeline, read_trace
+from tests.runner.ranks import check_restarted, rank_process
 from tools import timeline
 from tools.data import make_digits
 
@@ -65,27 +65,13 @@ def test_killed_rank_is_restarted_from_the_newest_checkpoint_and_profiled(tmp_pa
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(one_rank(exp_dir), signal.SIGKILL)
-    output, _ = job.communicate(timeout=500)
-    assert job.returncode == 0, output
-    assert "resumed from" in output
-    lines = [json.loads(line) for line in (exp_dir / "metrics.jsonl").read_text().splitlines()]
-    iterations = [line["iteration"] for line in lines]
-    assert iterations[-1] == ITERATIONS
-    assert sorted(set(iterations)) == list(range(1, ITERATIONS + 1))
-    check_profile(exp_dir / "profile", output)
-
-
-def one_rank(exp_dir: Path) -> int:
-    """Process id of a rank, which torchrun starts with RANK in its environment."""
     record = load_record(exp_dir)
     assert record is not None
-    for pid in processes.members(record.run_id):
-        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == record.job_pid:
-                return pid
-    raise AssertionError("rank 1 has no process")
+    os.kill(rank_process(f"{processes.RUN_ID}={record.run_id}", 1), signal.SIGKILL)
+    output, _ = job.communicate(timeout=500)
+    assert job.returncode == 0, output
+    check_restarted(exp_dir, output, ITERATIONS)
+    check_profile(exp_dir / "profile", output)
 
 
 def check_profile(folder: Path, output: str) -> None:

@@ -1,8 +1,8 @@
 """A trainer without a model: reads the plan, reports iterations, and may fail or hang on rank 1.
 
-Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM), `wait`, or `wait_if_4` (in a world of 4);
-WHERE is printed.
-`raise_once` raises on rank 1 before the first restart. Each rank writes its process id to exp_dir/rank<r>.pid.
+Environment: TINY_MODE is unset, `raise`, or `hang` (deaf to SIGTERM), `wait`, `wait_if_4` (in a world of 4), or
+`wait_once` (in a Slurm job that was not requeued); WHERE is printed.
+`raise_once` raises on rank 1 at the first start. Each rank writes its process id to exp_dir/rank<r>.pid.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ plan = json.loads(plan_path.read_text())
 mode = os.environ.get("TINY_MODE", "")
 if mode == "wait_if_4":
     mode = "wait" if os.environ["WORLD_SIZE"] == "4" else ""
+if mode == "wait_once":
+    mode = "" if "SLURM_RESTART_COUNT" in os.environ else "wait"
 
 if mode == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -31,7 +33,11 @@ if rank == 0:
         for iteration in range(1, plan["config"]["model"]["train_iters"] + 1):
             metrics.write(json.dumps({"iteration": iteration, "lm_loss": 1.0, "iteration_time_s": 0.01}) + "\n")
 if mode == "raise_once":
-    mode = "raise" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
+    # Not by TORCHELASTIC_RESTART_COUNT, which a host counts for itself.
+    raised = plan_path.parent / "raised"
+    mode = "" if raised.exists() else "raise"
+    if rank == 1:
+        raised.touch()
 if mode == "raise" and rank == 1:
     raise ValueError("the loss is nan")
 if mode in ("raise", "hang", "wait"):

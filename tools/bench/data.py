@@ -1,10 +1,11 @@
 """Reading and decoding: this project's pipeline against a plain PyTorch DataLoader that reads everything on every rank.
 
-    python -m tools.bench.data --ranks 4
+    python -m tools.bench.data --ranks 2 4 8
 
 Both see the same pictures, the same global batches and the same number of processes, each with one background worker.
 The DataLoader's ranks read and decode the whole global batch and keep their part of it, as trainers do that split a
-batch after reading it. Reported is the time of the slowest rank, in one run, one after the other.
+batch after reading it. Reported for each number of ranks, in one run, one after the other: samples a second by the
+slowest rank, CPU seconds of all processes together (their start and the warm-up included), and what was read.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,28 @@ from flagscale.data.loader import DataPipeline
 from flagscale.plan.batch import batch_plan, grids_of, layout_of, world_size_of
 from flagscale.plan.plan import ExperimentPlan, MemoryPlan
 
-NUM_SAMPLES, IMAGES_A_SAMPLE = 256, 2
+NUM_SAMPLES, IMAGES_A_SAMPLE = 128, 2
 WARM_UP = 1  # steps that are not timed: they start workers
+LIMIT = 900  # seconds after which a rank that says nothing is taken for lost
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank reports: seconds of its timed steps, and what it read in all its steps."""
+
+    seconds: float
+    decoded: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All ranks: seconds of the slowest one, CPU seconds of all, and what they read in a step together."""
+
+    seconds: float
+    cpu_s: float
+    decoded_a_step: float
+    bytes_a_step: float
 
 
 def write_source(folder: Path, side: int) -> Path:
@@ -52,13 +75,13 @@ def write_source(folder: Path, side: int) -> Path:
     return path
 
 
-def make_plan(source: Path, ranks: int, side: int) -> ExperimentPlan:
+def make_plan(source: Path, ranks: int, side: int, num_steps: int) -> ExperimentPlan:
     """Colocated: the ViT and the LLM data parallel over all ranks."""
     overrides = {
         "data.train_path": source, "data.valid_path": "null", "data.max_pixels": side * side, "data.min_pixels": 1024,
         "model.seq_length": 4096, "model.global_batch_size": 32, "model.micro_batch_size": 1,
         "model.vision_micro_batch_size": 4, "model.tensor_model_parallel_size": 1, "model.eval_interval": "null",
-        "experiment.runner.nproc_per_node": ranks, "model.train_iters": 1000,
+        "experiment.runner.nproc_per_node": ranks, "model.train_iters": num_steps,
     }  # fmt: skip
     config = load("qwen35_mimo", None, [f"{key}={value}" for key, value in overrides.items()]).config
     modules = grids_of(config)
@@ -90,74 +113,103 @@ class WholeBatches(Dataset[dict[str, Any]]):
             tokens.append(torch.from_numpy(encoded.tokens_T))
             patches = self._corpus.pixels(sample_id, self._corpus.record(sample_id), wanted)
             pixels += [torch.from_numpy(one) for one in patches]
-        return {"tokens": tokens, "pixels": pixels}
+        read = (self._corpus.decoded, self._corpus.media_bytes + self._corpus.record_bytes)
+        return {"tokens": tokens, "pixels": pixels, "read": read}
 
 
-def read_sharded(plan: ExperimentPlan, rank: int, num_steps: int) -> tuple[float, int]:
-    """Seconds and images decoded of one rank of this project's pipeline."""
+def read_sharded(plan: ExperimentPlan, rank: int, num_steps: int) -> Share:
+    """One rank of this project's pipeline."""
     data = DataPipeline(plan, "train", rank)
-    start, before = 0.0, 0
+    start = 0.0
     for step in range(WARM_UP + num_steps):
         if step == WARM_UP:
-            start, before = time.perf_counter(), data.decoded
+            start = time.perf_counter()
         for _ in data.step(step):
             pass
-    seconds, decoded = time.perf_counter() - start, data.decoded - before
+    seconds = time.perf_counter() - start
     data.close()
-    return seconds, decoded
+    return Share(seconds, data.decoded, data.corpus.media_bytes + data.corpus.record_bytes)
 
 
-def read_everything(plan: ExperimentPlan, rank: int, num_steps: int) -> tuple[float, int]:
-    """Seconds and images decoded of one rank of a DataLoader over whole batches."""
+def read_everything(plan: ExperimentPlan, rank: int, num_steps: int) -> Share:
+    """One rank of a DataLoader over whole batches."""
     batches = WholeBatches(plan, WARM_UP + num_steps)
     loader = DataLoader(batches, batch_size=None, num_workers=1, prefetch_factor=2, multiprocessing_context="fork")
-    start, decoded, ranks = 0.0, 0, plan.world_size
+    start, read = 0.0, (0, 0)
     for step, batch in enumerate(loader):
-        if step == WARM_UP:
+        if step == WARM_UP - 1:
             start = time.perf_counter()
-        decoded += len(batch["pixels"]) if step >= WARM_UP else 0
-        kept = batch["pixels"][rank::ranks]
+        kept, read = batch["pixels"][rank :: plan.world_size], batch["read"]
         assert kept, "a rank keeps its part"
-    return time.perf_counter() - start, decoded
+    return Share(time.perf_counter() - start, *read)
 
 
-def _rank(read: Callable[..., tuple[float, int]], plan: ExperimentPlan, rank: int, steps: int, results: Any) -> None:
+Reader = Callable[[ExperimentPlan, int, int], Share]
+
+
+def _rank(read: Reader, plan: ExperimentPlan, rank: int, steps: int, results: Any) -> None:
     torch.set_num_threads(1)
     results.put(read(plan, rank, steps))
 
 
-def measure(read: Callable[..., tuple[float, int]], plan: ExperimentPlan, num_steps: int) -> tuple[float, int]:
-    """Slowest rank's seconds, and images decoded by all."""
-    context = multiprocessing.get_context("spawn")
+def measure(read: Reader, plan: ExperimentPlan, num_steps: int) -> Measured:
+    """All ranks at once. They are forked, so that none of them imports anything."""
+    context = multiprocessing.get_context("fork")
     results = context.Queue()
+    before = _children_s()
     ranks = [
         context.Process(target=_rank, args=(read, plan, rank, num_steps, results)) for rank in range(plan.world_size)
     ]
     for process in ranks:
         process.start()
-    found = [results.get(timeout=900) for _ in ranks]
+    found = [results.get(timeout=LIMIT) for _ in ranks]
     for process in ranks:
         process.join()
-    return max(seconds for seconds, _ in found), sum(decoded for _, decoded in found)
+    steps = WARM_UP + num_steps
+    return Measured(
+        seconds=max(share.seconds for share in found),
+        cpu_s=_children_s() - before,
+        decoded_a_step=sum(share.decoded for share in found) / steps,
+        bytes_a_step=sum(share.num_bytes for share in found) / steps,
+    )
+
+
+def _children_s() -> float:
+    """CPU seconds of all ended descendants."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def compare(source: Path, ranks: int, options: argparse.Namespace) -> None:
+    """Both ways at one number of ranks, as lines."""
+    plan = make_plan(source, ranks, options.side, WARM_UP + options.steps)
+    Corpus.open(plan.config, "train").close()  # both find the index built and the image processor imported
+    found = {}
+    for name, read in (("plain DataLoader", read_everything), ("sharded", read_sharded)):
+        one = found[name] = measure(read, plan, options.steps)
+        samples = options.steps * plan.batch.global_batch_size
+        print(
+            f"{ranks} ranks, {name:16}: {samples / one.seconds:7.1f} samples/s, {one.cpu_s:6.1f} CPU s; a step: "
+            f"{one.decoded_a_step:.0f} images decoded, {one.bytes_a_step / 1e6:.1f} MB read",
+            flush=True,
+        )
+    plain, own = found["plain DataLoader"], found["sharded"]
+    faster, cheaper = plain.seconds / own.seconds, plain.cpu_s / own.cpu_s
+    print(f"{ranks} ranks, ratio: throughput {faster:.2f}, CPU seconds {cheaper:.2f}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Reading and decoding against a plain DataLoader.")
-    parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
-    parser.add_argument("--steps", type=int, default=6, help="global batches of 32 samples, 64 images (default: 6)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of processes (default: 2 4 8)")
+    parser.add_argument("--steps", type=int, default=5, help="timed global batches of 32 samples (default: 5)")
     parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels (default: 448)")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # the ranks are forked, which threads would not survive
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(write_source(Path(folder), options.side), options.ranks, options.side)
-        Corpus.open(plan.config, "train").close()  # both find the index built
-        rates = {}
-        for name, read in (("plain DataLoader", read_everything), ("sharded", read_sharded)):
-            seconds, decoded = measure(read, plan, options.steps)
-            samples = options.steps * plan.batch.global_batch_size
-            rates[name] = samples / seconds
-            print(f"{name:17}: {rates[name]:7.1f} samples/s over {options.ranks} ranks, {decoded} images decoded")
-    print(f"ratio: {rates['sharded'] / rates['plain DataLoader']:.2f}")
+        source = write_source(Path(folder), options.side)
+        for ranks in options.ranks:
+            compare(source, ranks, options)
     return 0
 
 

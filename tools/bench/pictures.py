@@ -24,6 +24,7 @@ from sklearn.datasets import load_sample_images
 SIDE_OF_TOKEN = 32  # pixels: 16 a patch, 2 x 2 patches merged
 MEDIAN_TOKENS, SIGMA = 340, 0.6  # of a picture
 SMALLEST, LARGEST = 64, 1024  # tokens of a picture
+FILE = "train.jsonl"
 WORDS = ("the", "of", "near", "under", "red", "green", "small", "large", "tower", "roof", "leaf", "stone", "light")
 
 
@@ -47,9 +48,10 @@ def grid_of(tokens: float, rng: random.Random) -> tuple[int, int]:
 def draw_grids(wanted: Wanted, rng: random.Random) -> list[tuple[int, int]]:
     """Grids of the pictures of one sample, in tokens."""
     budget = round(wanted.visual * wanted.seq_length)
+    median = min(MEDIAN_TOKENS, max(budget / 3, 1))
     grids: list[tuple[int, int]] = []
     while budget >= SMALLEST // 2:
-        tokens = min(max(rng.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA), SMALLEST), LARGEST, budget)
+        tokens = min(max(rng.lognormvariate(np.log(median), SIGMA), SMALLEST), LARGEST, budget)
         rows, columns = grid_of(tokens, rng)
         if rows * columns > budget:
             rows = max(1, budget // columns)
@@ -81,7 +83,7 @@ def make_sample(wanted: Wanted, number: int) -> str:
 
 def make(wanted: Wanted, samples: int, workers: int) -> Path:
     """Writes the data set and returns its JSONL file; nothing to do when it is there for the same request."""
-    target, stamp = wanted.folder / "train.jsonl", wanted.folder / "stamp.txt"
+    target, stamp = wanted.folder / FILE, wanted.folder / "stamp.txt"
     request = f"{samples} {wanted.seq_length} {wanted.visual} {wanted.seed}"
     if target.is_file() and stamp.is_file() and stamp.read_text() == request:
         return target
@@ -105,9 +107,7 @@ def main() -> int:
     options = parser.parse_args()
     if not 0 <= options.visual <= 0.95:
         parser.error(f"--visual {options.visual}: must lie between 0 and 0.95")
-    wanted = Wanted(
-        folder=options.folder, seq_length=options.seq_length, visual=options.visual, seed=options.seed
-    )
+    wanted = Wanted(folder=options.folder, seq_length=options.seq_length, visual=options.visual, seed=options.seed)
     print(make(wanted, options.samples, options.workers))
     return 0
 

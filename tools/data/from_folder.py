@@ -20,85 +20,126 @@ if not __package__:  # run as a file: its folder comes first, and the inspect.py
 
 import argparse
 import csv
+import io
 import json
 import random
+import re
+import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
-
 from flagscale.config.errors import UserError
-from flagscale.data.stores import IMAGE_SUFFIXES
+from flagscale.data.image import ImageReader, ImageSettings
+from flagscale.data.records import SampleError
+from flagscale.data.stores import IMAGE_SUFFIXES, files_below
+from flagscale.data.tokenizer import BUILTIN_CHARACTERS
 
 QUESTIONS = {"captions": "Describe the picture.", "classes": "What is in the picture?"}
 METADATA, CAPTIONS = "metadata.jsonl", "captions.csv"
+UNSAID = "has neither a caption nor a folder of its class"
+SHOWN = 5  # pictures left out that are named
+# Any that refuse what training would: sizes do not matter here.
+SETTINGS = ImageSettings(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=1024, max_pixels=1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A data set that was written: samples by split, pictures left out with the reason, and answers that hold
+    characters which the demo's tokenizer lacks."""
+
+    train: int
+    valid: int
+    left_out: list[str]
+    beyond_ascii: int
 
 
 def pictures(folder: Path) -> list[Path]:
     """All pictures below a folder, in order."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix[1:].lower() in IMAGE_SUFFIXES and path.is_file())
+    found = [path for path in files_below(folder, "") if path.suffix[1:].lower() in IMAGE_SUFFIXES]
     if not found:
         raise UserError(f"{folder}: holds no picture ({', '.join(sorted(IMAGE_SUFFIXES))}); name a folder that does")
     return found
 
 
 def answers(folder: Path) -> tuple[str, dict[Path, str]]:
-    """The layout found (a key of `QUESTIONS`), and the answer for each picture.
+    """The layout found (a key of `QUESTIONS`), and what is said about each picture; empty where nothing is.
 
     Raises:
         UserError: when no layout fits, or a caption names a picture that is not there.
     """
-    if (folder / METADATA).is_file() or (folder / CAPTIONS).is_file():
-        return "captions", dict(_listed(folder))
     found = pictures(folder)
+    if (folder / METADATA).is_file() or (folder / CAPTIONS).is_file():
+        said = dict(_listed(folder))
+        return "captions", {path: said.pop(path, "") for path in found} | said
     beside = {path: path.with_suffix(".txt") for path in found if path.with_suffix(".txt").is_file()}
     if beside:
-        return "captions", {path: text.read_text(encoding="utf-8").strip() for path, text in beside.items()}
+        return "captions", {path: _text(beside[path]).strip() if path in beside else "" for path in found}
     inside = {path: path.relative_to(folder).parts[0] for path in found if path.parent != folder}
     if not inside:
         raise UserError(
             f"{folder}: says nothing about its pictures; add {METADATA} or {CAPTIONS}, a text file beside each, "
             "or sort them into a folder for each class"
         )
-    return "classes", {path: name.replace("_", " ") for path, name in inside.items()}
+    return "classes", {path: inside.get(path, "").replace("_", " ") for path in found}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: is not text in UTF-8 ({error}); save it as UTF-8") from None
 
 
 def _listed(folder: Path) -> Iterator[tuple[Path, str]]:
     """Pictures and captions of the list that lies in the folder."""
-    if (folder / METADATA).is_file():
-        file = folder / METADATA
-        rows = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                entry = json.loads(line)
-                rows.append((number, str(entry["file_name"]), str(entry["text"])))
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{file} line {number}: has no file_name and text ({error}); correct it") from None
-    else:
-        file = folder / CAPTIONS
-        with file.open(encoding="utf-8", newline="") as text:
-            table = [(number, *row) for number, row in enumerate(csv.reader(text), start=1) if row]
-        if any(len(row) != 3 for row in table):
-            raise UserError(f"{file}: has a line that is not 'file name,caption'; put captions with commas in quotes")
-        rows = [row for row in table if row[0] > 1 or (folder / row[1]).is_file()]  # a header names no file
+    file = folder / METADATA
+    rows = _metadata(file) if file.is_file() else _captions(file := folder / CAPTIONS)
     for number, name, caption in rows:
         if not (folder / name).is_file():
             raise UserError(f"{file} line {number}: names {name}, which is not in {folder}; correct it")
         yield folder / name, caption.strip()
 
 
-def usable(path: Path, answer: str) -> bool:
-    """Whether the picture can be decoded and something is said about it."""
+def _metadata(file: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, name, caption) of `metadata.jsonl`."""
+    for number, line in enumerate(_text(file).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            yield number, str(entry["file_name"]), str(entry["text"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} line {number}: has no file_name and text ({error!r}); correct it") from None
+
+
+def _captions(file: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, name, caption) of `captions.csv`, its header left out; separated by commas, semicolons or tabs."""
+    text = _text(file)
+    table = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.partition("\n")[0].count))
+    for number, row in ((table.line_num, row) for row in table):
+        if row and len(row) != 2:
+            raise UserError(
+                f"{file} line {number}: is not 'file name,caption'; put captions that hold the separator in quotes"
+            )
+        if row and (number > 1 or (file.parent / row[0]).is_file()):  # a header names no file
+            yield number, row[0], row[1]
+
+
+def fault(path: Path, answer: str, reader: ImageReader) -> str | None:
+    """Why a picture cannot be used; None when it can."""
+    if not answer:
+        return UNSAID
     try:
-        with Image.open(path) as image:
-            image.load()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError):
-        return False
-    return bool(answer)
+        reader.grid(path)
+        reader.verify(path)
+    except SampleError as error:
+        return str(error)
+    return None
 
 
-def make(folder: Path, out: Path, question: str | None, valid_share: float, seed: int) -> dict[str, int]:
-    """Write the data set; the numbers of samples by split, and of pictures left out.
+def make(folder: Path, out: Path, question: str | None, valid_share: float, seed: int) -> Made:
+    """Write the data set.
 
     Raises:
         UserError: when the folder cannot be used, or the target holds data.
@@ -109,9 +150,14 @@ def make(folder: Path, out: Path, question: str | None, valid_share: float, seed
         if (out / name).exists():
             raise UserError(f"{out / name}: exists; name another --out or remove it")
     layout, said = answers(folder)
-    good = [(path, answer) for path, answer in said.items() if usable(path, answer)]
+    reader = ImageReader(SETTINGS)
+    faults = {path: fault(path, answer, reader) for path, answer in said.items()}
+    good = [(path, answer) for path, answer in said.items() if faults[path] is None]
     if len(good) < 2:
-        raise UserError(f"{folder}: has {len(good)} usable pictures; at least 2 are needed, the second to validate")
+        reason = next((f"; {path.name} {why}" for path, why in faults.items() if why), "")
+        raise UserError(
+            f"{folder}: has {len(good)} usable pictures, at least 2 are needed, the second to validate{reason}"
+        )
     random.Random(seed).shuffle(good)
     held_out = min(len(good) - 1, max(1, round(len(good) * valid_share)))
     out.mkdir(parents=True, exist_ok=True)
@@ -126,7 +172,23 @@ def make(folder: Path, out: Path, question: str | None, valid_share: float, seed
             sample = {"id": name_inside, "conversations": turns, "images": [str(path.absolute())]}
             lines.append(json.dumps(sample, ensure_ascii=False) + "\n")
         (out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return {"train": len(good) - held_out, "valid": held_out, "left out": len(said) - len(good)}
+    return Made(
+        train=len(good) - held_out,
+        valid=held_out,
+        left_out=[f"{path.relative_to(folder)} {why}" for path, why in faults.items() if why],
+        beyond_ascii=sum(bool(set(answer) - set(BUILTIN_CHARACTERS)) for _, answer in good),
+    )
+
+
+def override(key: str, path: Path) -> str:
+    """`key=path` for a shell, quoted for it and for the configuration where need be."""
+    text = str(path)
+    if re.fullmatch(r"[\w./-]+", text):
+        return f"{key}={text}"
+    if not set(text) & set("\"'\\$`!"):
+        return f"\"{key}='{text}'\""
+    quoted = text.replace("\\", "\\\\").replace("'", "\\'")
+    return shlex.quote(f"{key}='{quoted}'")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -141,15 +203,24 @@ def main(arguments: list[str] | None = None) -> int:
     if not 0 < options.valid_share < 1:
         parser.error(f"--valid-share {options.valid_share}: must be between 0 and 1")
     try:
-        counts = make(options.folder, options.out, options.question, options.valid_share, options.seed)
+        made = make(options.folder, options.out, options.question, options.valid_share, options.seed)
     except (UserError, OSError) as error:
         print(f"from_folder: {error}", file=sys.stderr)
         return 2
-    print(", ".join(f"{count} {name}" for name, count in counts.items()))
-    print(
-        f"train on it:\n  python run.py --config-name qwen35_mimo data.train_path={options.out}/train.jsonl "
-        f"data.valid_path={options.out}/valid.jsonl experiment.exp_dir=outputs/mine"
-    )
+    print(f"{made.train} train, {made.valid} valid, {len(made.left_out)} left out")
+    for line in made.left_out[:SHOWN]:
+        print(f"  left out: {line}")
+    more = ""
+    if made.beyond_ascii:
+        more = " data.on_bad_sample=skip"
+        print(
+            f"  {made.beyond_ascii} answers hold characters that the demo's tokenizer lacks (it knows printable "
+            "ASCII); they are skipped below"
+        )
+    paths = [override(f"data.{split}_path", options.out / f"{split}.jsonl") for split in ("train", "valid")]
+    print(f"look into it:\n  python tools/data/inspect.py {shlex.quote(str(options.out / 'train.jsonl'))}")
+    print(f"train on it:\n  python run.py --config-name qwen35_mimo {' '.join(paths)}{more}", end="")
+    print(" experiment.exp_dir=outputs/mine")
     return 0
 
 

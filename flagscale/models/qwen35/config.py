@@ -69,11 +69,10 @@ def _experts(model: ModelConfig, grid: Grid, platform: Platform) -> dict[str, An
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_shared_expert_gate": True,
         "moe_router_dtype": "fp32",
-        # Of each sample apart: over the tokens of a microbatch the loss would depend on the layout. Upstream weighs it
-        # by the microbatch's tokens, for a trainer that divides all gradients by a step's tokens at the end; this one
-        # does not, so the division is here.
+        # Of each sample apart: over the tokens of a microbatch the loss would depend on the layout. `BalancedRouter`
+        # adds one sample's loss to another's, so the mean over the global batch is taken here.
         "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": model.moe_aux_loss_coeff / (model.global_batch_size * model.seq_length),
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff / model.global_batch_size,
         "moe_grouped_gemm": platform.transformer_engine,
         "expert_model_parallel_size": grid.ep,
         "expert_tensor_parallel_size": 1,

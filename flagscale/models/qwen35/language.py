@@ -19,6 +19,7 @@ from torch import Tensor
 from flagscale.config.schema import ModelConfig
 from flagscale.models.qwen35 import spec
 from flagscale.models.qwen35.attention import PackedSequences
+from flagscale.models.qwen35.experts import BalancedRouter, RoutedTokens, SampleTokens
 from flagscale.models.qwen35.rope import InterleavedMRope
 
 
@@ -74,6 +75,7 @@ class LanguageModel(GPTModel):
             # The MTP stage holds a copy of the embedding, which serves as output weight too. Upstream still allocates
             # an output weight there; it never gets a gradient, and overlapped gradient reduction then fails.
             self.output_layer.weight = None
+        self._routers = [module for module in self.modules() if isinstance(module, BalancedRouter)]
 
     def forward(
         self,
@@ -84,6 +86,7 @@ class LanguageModel(GPTModel):
         packed: PackedSequences | None = None,
         attention_mask_BS: Tensor | None = None,
         with_predictions: bool = False,
+        num_tokens: tuple[int, ...] = (),
     ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
         """Runs this stage; `set_input_tensor` has given a later stage its hidden states.
 
@@ -95,6 +98,8 @@ class LanguageModel(GPTModel):
             packed: borders of samples packed into one row (B = 1).
             attention_mask_BS: bool, True at real tokens; only needed when padding is on the left.
             with_predictions: with labels, also return the most probable next token at every position, [B, S].
+            num_tokens: tokens of each sample, from the start of its row or of its part of a packed row; empty when
+                there is no padding. What is left of a row does not count in the balancing loss of experts.
 
         Returns:
             Hidden states [S_local, B, D] before the last stage. On it, with labels: losses of the next token and of
@@ -102,6 +107,8 @@ class LanguageModel(GPTModel):
             second predict nothing. Without labels: logits [B, S, W], complete on every rank.
         """
         rotary = self.rotary_pos_emb(position_ids_3BS)
+        if self._routers and self.training and torch.is_grad_enabled():
+            self._count_tokens(input_ids_BS, num_tokens, () if packed is None else packed.lengths)
         decoder_input = self._embed(input_ids_BS, visual) if self.pre_process else None
         shared = {"attention_mask": attention_mask_BS, "rotary_pos_emb": rotary, "packed_seq_params": packed}
         hidden = self.decoder(hidden_states=decoder_input, **shared)
@@ -121,6 +128,26 @@ class LanguageModel(GPTModel):
             **shared,
         )
         return self._losses(*both.chunk(2), labels_BS, with_predictions)
+
+    def take_balance(self) -> Tensor:
+        """Balancing losses of this rank's share of the tokens, not weighted, since they were last taken.
+
+        A sum over the layers of this stage and over samples, 0 without experts; the sum over all ranks is the job's.
+        """
+        none = torch.zeros((), device=next(self.parameters()).device)
+        return sum((router.take_balance() for router in self._routers), none)
+
+    def _count_tokens(self, input_ids_BS: Tensor, num_tokens: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+        """Tells the routers which of this rank's tokens count."""
+        shape = (input_ids_BS.shape[0], input_ids_BS.shape[1])
+        shard = (self.tp_group.rank(), self.tp_group.size()) if self.config.sequence_parallel else (0, 1)
+        samples = SampleTokens.of(shape, num_tokens, lengths)
+        of_decoder, of_mtp = (
+            RoutedTokens.of(which, shape=shape, shard=shard, device=input_ids_BS.device)
+            for which in (samples, samples.with_next())
+        )
+        for router in self._routers:
+            router.tokens = of_mtp if router.is_mtp_layer else of_decoder
 
     def _losses(
         self, hidden: Tensor, mtp_hidden: Tensor | None, labels_BS: Tensor, with_predictions: bool

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from flagscale.models.qwen35.attention import CoreAttention, GatedSelfAttention
 from flagscale.models.qwen35.delta_net import GatedDeltaNet
+from flagscale.models.qwen35.experts import BalancedRouter
 from flagscale.models.qwen35.norm import LayerNorm, PlainRMSNorm, RMSNorm
 
 
@@ -137,7 +138,9 @@ def _language_mlp(use: Parts, config: TransformerConfig) -> Any:
     if not config.num_moe_experts:
         return _mlp(use)
     shared = MLPSubmodules(linear_fc1=use.column, linear_fc2=use.row, activation_func=use.swiglu)
-    submodules = MoESubmodules(experts=use.experts, shared_experts=partial(SharedExpertMLP, submodules=shared))
+    submodules = MoESubmodules(
+        router=BalancedRouter, experts=use.experts, shared_experts=partial(SharedExpertMLP, submodules=shared)
+    )
     return partial(MoELayer, submodules=submodules)
 
 

@@ -25,7 +25,15 @@ from flagscale.models.qwen35.canonical import (
 from flagscale.models.qwen35.language import LanguageModel
 from flagscale.models.qwen35.mapping import ParameterMap, parameter_map
 
-__all__ = ["canonical_names", "canonical_shapes", "gather_canonical", "init_weights", "load_canonical", "unwrap"]
+__all__ = [
+    "canonical_names",
+    "canonical_shapes",
+    "gather_canonical",
+    "init_weights",
+    "initial_tensor",
+    "load_canonical",
+    "unwrap",
+]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -62,7 +70,7 @@ def init_weights(module: torch.nn.Module, model: ModelConfig, seed: int) -> None
     """
     tensors = canonical_tensors(model)
     device = next(unwrap(module).parameters()).device
-    load_canonical(module, model, lambda name: _initial(name, tensors[name], model, seed, device))
+    load_canonical(module, model, lambda name: initial_tensor(name, tensors[name], model, seed, device))
 
 
 def gather_canonical(module: torch.nn.Module, model: ModelConfig, what: str = "param") -> dict[str, Tensor]:
@@ -148,7 +156,8 @@ def _gradient(param: torch.nn.Parameter) -> Tensor | None:
     return param.grad if main_grad is None else main_grad.detach()
 
 
-def _initial(name: str, tensor: Canonical, model: ModelConfig, seed: int, device: torch.device) -> Tensor:
+def initial_tensor(name: str, tensor: Canonical, model: ModelConfig, seed: int, device: torch.device) -> Tensor:
+    """The initial value of one of `canonical_tensors`, float32 on `device`."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     value = torch.empty(tensor.shape, device=device)

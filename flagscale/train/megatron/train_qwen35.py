@@ -21,8 +21,9 @@ def main() -> int:
 
     with light_imports():
         from flagscale.train.build import build
-        from flagscale.train.failure import report_user_error
+        from flagscale.train.failure import leave_if_explained, report_user_error
         from flagscale.train.loop import Training
+        from flagscale.train.place import Place, log_folder
         from flagscale.train.rendezvous import rendezvous
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -33,9 +34,9 @@ def main() -> int:
     platform.install()
     device = platform.device if platform.device.type == "cuda" else None
     dist.init_process_group(platform.backend, device_id=device, **rendezvous())
-    state = None
+    place, state = Place(log_folder(), plan.config), None
     try:
-        state = build(plan, platform)
+        state = build(plan, platform, place)
         with Training(state, exp_dir) as training:
             training.run()
         dist.barrier()
@@ -43,6 +44,9 @@ def main() -> int:
         report_user_error(exp_dir, dist.get_rank(), error)
         # Peers may wait in a collective that never completes: leave without them, torchrun ends the job.
         os._exit(2)
+    except BaseException as error:
+        leave_if_explained(error, place, plan.config)
+        raise
     finally:
         if state is not None:
             state.topology.destroy()

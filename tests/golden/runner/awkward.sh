@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 set -euo pipefail
 cd '/work/my project'
-export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=4
 export PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -20,6 +19,7 @@ export YES=1
 export NO=0
 unset GONE
 export EMPTY=''
+export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 exec /venv/bin/python \
     -m torch.distributed.run \
     --nnodes 1 \

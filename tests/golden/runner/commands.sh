@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 set -euo pipefail
 cd '/work/my project'
-export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=2
 export PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export GLOO_SOCKET_IFNAME=lo
+export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 set +u
 module load cuda && ulimit -n 65536
 code=$?  # `set -e` looks over a failure left of &&

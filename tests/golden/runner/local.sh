@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 set -euo pipefail
 cd '/work/my project'
-export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=2
 export PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export GLOO_SOCKET_IFNAME=lo
+export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 exec /venv/bin/python \
     -m torch.distributed.run \
     --nnodes 1 \

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 set -euo pipefail
 cd '/work/my project'
-export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=2
 export PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export NUMBER=4
 export ONLY_HERE='x y'
+export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 exec /venv/bin/python \
     -m torch.distributed.run \
     --nnodes 2 \

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 set -euo pipefail
 cd '/work/my project'
-export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export TOKEN='a b'
+export PYTHONPATH=/code${PYTHONPATH:+:$PYTHONPATH}
 address_of() { scontrol show node --oneliner "$1" | sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p"; }
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))

@@ -1,0 +1,36 @@
+"""Out of memory, a killed rank and values that are not finite end a job with one message, not with a traceback."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.runner.test_training_job import start
+
+ENTRYPOINT = Path(__file__).parent / "failing_trainer.py"
+MESSAGES = {
+    "memory": r"rank 1 ran out of memory in iteration 2, phase language: CUDA out of memory\. Tried to allocate 2\.50 "
+    r"GiB; lower model\.micro_batch_size \(now 1\); lower model\.seq_length \(now 96\); "
+    r"lower model\.vision_micro_batch_size \(now 2\); set model\.vision_recompute=true; .*",
+    "killed": r"rank 1 was ended by signal 9 \(SIGKILL, often the kernel when memory runs out\) in iteration 2, phase "
+    r"language; if so: lower model\.micro_batch_size \(now 1\); .*; set experiment\.runner\.max_restarts .*",
+    "nan": r"the last 3 steps \(iterations 2 to 4\) were skipped, their gradients are not finite: phase language, the "
+    r"loss of rank 1; lower model\.optimizer\.lr \(now .*\); .* model\.optimizer\.max_skipped_steps \(now 3\) .*",
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", MESSAGES)
+def test_one_message(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", fault)
+    job = start(tmp_path, f"experiment.task.entrypoint={ENTRYPOINT}", "model.optimizer.max_skipped_steps=3")
+    output, _ = job.communicate(timeout=550)
+    assert job.returncode not in (0, 2), output
+    assert "Traceback" not in output
+    lines = [line for line in output.splitlines() if re.fullmatch(MESSAGES[fault], line)]
+    assert len(lines) == 1, output
+    assert "log of rank" in output.splitlines()[output.splitlines().index(lines[0]) + 1]
+    if fault == "memory":
+        assert "Traceback" in (tmp_path / "run/logs/rank1.err").read_text()
