@@ -69,7 +69,7 @@ RULES = [
     (["model.adam_beta2=1"], ["below 1"]),
     (["model.lr_warmup_iters=240"], ["below lr_decay_iters 240"]),
     (["model.freeze_vision=true", "model.freeze_merger=true", "model.freeze_language=true"], ["nothing to train"]),
-    (["data.valid_path=null"], ["eval_interval = 160", "valid_path is null"]),
+    (["data.valid_path=null"], ["eval_interval = 80", "valid_path is null"]),
     (["data.tokenizer.type=hf"], ["tokenizer.path = null"]),
     (["data.tokenizer.type=hf", "data.tokenizer.path=/nowhere"], ["is no folder"]),
     (["data.train_path=/nowhere/a.jsonl"], ["/nowhere/a.jsonl", "is no file"]),

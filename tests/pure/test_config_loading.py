@@ -204,7 +204,7 @@ def test_a_section_without_keys_and_hydras_own_section(project: Project) -> None
 def test_history_tells_which_file_set_a_key(project: Project) -> None:
     loaded = project.load(BASE + "model: {seq_length: 64}\n", "model.seq_length=32")
     sources = [(setting.value, Path(setting.source).name) for setting in loaded.history["model.seq_length"]]
-    assert sources == [(96, "qwen35_mimo.yaml"), (64, "mine.yaml"), (32, "command line")]
+    assert sources == [(144, "qwen35_mimo.yaml"), (64, "mine.yaml"), (32, "command line")]
 
 
 class TestPaths:
