@@ -49,7 +49,7 @@ Buckets = dict[str, tuple[int, int]]
 
 @dataclasses.dataclass
 class Trained:
-    """Of every step the gradients (on rank 0) and what had begun before they were finalised; parameters before and after.
+    """Of every step the gradients, on rank 0, and what had begun before they were finalised; all parameters.
 
     The optimizer's epsilon is above the gradients (`KEYS`), so that rounding does not turn an update over.
     """

@@ -41,13 +41,16 @@ def test_bins_hold_every_sample_once_and_are_never_too_long(lengths: list[int]) 
     assert bins == fill_bins(range(len(lengths)), lengths.__getitem__, 50)
 
 
-@pytest.mark.parametrize("count", [128, 512])
+@pytest.mark.parametrize("count", [128, 256, 512])
 def test_rows_of_a_log_normal_mix_are_at_least_95_percent_full(count: int) -> None:
+    """With some 15 rows, as at 128 samples, the last one alone may be more than the 5 %."""
+    filled = []
     for seed in range(20):
         lengths = log_normal(count, seed)
         bins = fill_bins(range(count), lengths.__getitem__, 4096)
-        assert sum(lengths) / (len(bins) * 4096) >= 0.95 - 1 / len(bins), "more than the last row is not full"
-    assert sum(lengths) / (len(bins) * 4096) >= 0.95 or count == 128
+        filled.append(sum(lengths) / (len(bins) * 4096))
+        assert filled[-1] >= 0.95 - (1 / len(bins) if count == 128 else 0)
+    assert sum(filled) / len(filled) >= 0.95
 
 
 @settings(deadline=None, max_examples=60)

@@ -250,6 +250,29 @@ def test_broken_files_are_refused(
     assert message.count("mine.yaml") <= 1, "named once"
 
 
+# (overrides, the key that has no effect)
+IDLE = [
+    (["experiment.runner.slurm.qos=x"], "experiment.runner.slurm.qos"),
+    (["experiment.runner.no_shared_fs=true"], "experiment.runner.no_shared_fs"),
+    (["experiment.node_envs={a: {B: 1}}"], "experiment.node_envs"),
+    (["experiment.runner.type=slurm", "experiment.runner.stop_grace=3"], "experiment.runner.stop_grace"),
+    ([*SSH, "experiment.runner.hostfile={hosts}", "experiment.runner.min_nnodes=1"], "experiment.runner.min_nnodes"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key"), IDLE, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_key_without_effect_is_told_once(
+    project: Project, capsys: pytest.CaptureFixture[str], overrides: list[str], key: str
+) -> None:
+    project.write(BASE)
+    (project.folder / "hosts").write_text("a\nb\n")
+    assert project.run(*(text.format(hosts=project.folder / "hosts") if "{hosts" in text else text
+                         for text in overrides)) == 0  # fmt: skip
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ") and key in line]
+    assert len(notes) == 1
+    assert "no effect" in notes[0]
+
+
 @pytest.mark.parametrize("name", ["/tmp/conf/mine", "../conf/mine"])
 def test_a_path_is_no_name(project: Project, capsys: pytest.CaptureFixture[str], name: str) -> None:
     project.write(BASE)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flagscale.run import main
 from tests.pure.test_config_errors import BASE, refused
 from tests.pure.yaml_files import Project, project
 
@@ -121,13 +122,10 @@ def test_surroundings(before: str, after: str, codes: tuple[int, ...], said: str
     assert len(done.stderr.splitlines()) == (1 if said else 0)
 
 
-def test_interrupted_while_it_plans(tmp_path: Path) -> None:
-    """A named pipe as the YAML file keeps it waiting until the signal comes."""
-    os.mkfifo(tmp_path / "mine.yaml")
-    command = [sys.executable, str(ROOT / "run.py"), "--config-path", str(tmp_path), "--config-name", "mine"]
-    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with (tmp_path / "mine.yaml").open("w"):  # opens once the program reads
-        program.send_signal(signal.SIGINT)
-        _, said = program.communicate(timeout=60)
-    assert program.returncode == 128 + signal.SIGINT
-    assert said == "error: interrupted\n"
+def test_interrupted_while_it_plans(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flagscale.config.loading.load", interrupted)
+    assert main(["action=dryrun"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "error: interrupted\n"

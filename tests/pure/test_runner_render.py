@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,3 +141,17 @@ def test_users_variables_win_and_keep_their_type() -> None:
 def test_cuda_issues_kernels_in_one_order(platform: str) -> None:
     variables = render.environment(replace(config(), system=SystemConfig(platform=platform)), cores=8)
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in variables) == (platform != "cpu")
+
+
+@pytest.mark.parametrize("root", [Path("/code"), None])
+def test_bash_sees_the_variables_as_they_were_given(root: Path | None, tmp_path: Path) -> None:
+    program = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
+    configuration = config({**AWKWARD, "PYTHONPATH": "/mine"})
+    script = replace(surroundings(configuration), workdir=tmp_path, import_root=root)
+    text = render.launch_script([sys.executable, "-c", program], script)
+    done = subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "GONE": "here"}
+    )
+    seen, given = json.loads(done.stdout), render.environment(configuration, cores=8)
+    given["PYTHONPATH"] = "/mine" if root is None else "/code:/mine"
+    assert {name: seen.get(name) for name in given} == given

@@ -183,12 +183,12 @@ def make(folder: Path, out: Path, question: str | None, valid_share: float, seed
 def override(key: str, path: Path) -> str:
     """`key=path` for a shell, quoted for it and for the configuration where need be."""
     text = str(path)
-    if re.fullmatch(r"[\w./-]+", text):
+    if re.fullmatch(r"[\w./-]+", text, re.ASCII):
         return f"{key}={text}"
     if not set(text) & set("\"'\\$`!"):
         return f"\"{key}='{text}'\""
-    quoted = text.replace("\\", "\\\\").replace("'", "\\'")
-    return shlex.quote(f"{key}='{quoted}'")
+    escaped = text.replace("'", "\\'")
+    return shlex.quote(f"{key}='{escaped}'")
 
 
 def main(arguments: list[str] | None = None) -> int:
