@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from flagscale.data.loader import TRAIN, DataPipeline, prepare_indexes
+from flagscale.data.corpus import TRAIN, VALID, Corpus
+from flagscale.data.loader import DataPipeline
 from flagscale.plan.layout import VISION
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.train.build import TrainState
@@ -158,7 +159,8 @@ def test_both_layouts_read_alike(mixture: Path, tmp_path: Path, packing: str) ->
         "unified": plan_of(mixture, tmp_path / "a", *keys, "model.use_mimo=false"),
         "colocated": plan_of(mixture, tmp_path / "b", *keys),
     }
-    prepare_indexes(plans["unified"].config)  # as the launcher does; building one opens every image for its size
+    for split in (TRAIN, VALID):  # the indexes first: building one opens every image for its size
+        Corpus.open(plans["unified"].config, split).close()
     found = {name: run_ranks(4, reading, plan) for name, plan in plans.items()}
     seen = {}
     for name, ranks in found.items():

@@ -12,7 +12,7 @@ from tests.runner.test_training_job import start
 ENTRYPOINT = Path(__file__).parent / "failing_trainer.py"
 MESSAGES = {
     "memory": r"rank 1 ran out of memory in iteration 2, phase language: CUDA out of memory\. Tried to allocate 2\.50 "
-    r"GiB; lower model\.micro_batch_size \(now 1\); lower model\.seq_length \(now 96\); "
+    r"GiB; lower model\.micro_batch_size \(now 1\); lower model\.seq_length \(now 144\); "
     r"lower model\.vision_micro_batch_size \(now 2\); set model\.vision_recompute=true; .*",
     "killed": r"rank 1 was ended by signal 9 \(SIGKILL, often the kernel when memory runs out\) in iteration 2, phase "
     r"language; if so: lower model\.micro_batch_size \(now 1\); .*; set experiment\.runner\.max_restarts .*",
