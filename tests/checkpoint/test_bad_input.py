@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from flagscale.config.build import build_config
 from flagscale.config.schema import Config
+from flagscale.models.qwen35 import stored
+from flagscale.models.qwen35.hf_files import ShardWriter
 from flagscale.plan.pretrained import pretrained_weights_fit
 from flagscale.plan.safetensors import INDEX
 from tests.checkpoint.helpers import DENSE, EXPERTS, write_hf, write_yaml
@@ -144,8 +147,66 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path, capsys: p
     assert "mlp.linear_fc1.weight" in message
     assert "(192, 64)" in message
     assert "(160, 64)" in message
+    for change, words in (
+        ("model.mtp_num_layers=0", ("unexpected", "language.mtp.")),
+        ("model.vision_num_layers=3", ("vision", "(3, ")),
+        ("model.untie_embeddings_and_output_weights=true", ("lacks", "output_layer.weight")),
+    ):
+        message = refused(capsys, main([*export, change]))
+        assert all(word in message for word in words), message
     (mcore / ".metadata").unlink()
     assert "is neither a checkpoint" in refused(capsys, main(export))
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("end", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stopped"])
+def test_a_conversion_that_ends_early_leaves_nothing(
+    end: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Either way, at the second parameter or shard."""
+    hf, mcore, config = tmp_path / "hf", tmp_path / "mcore", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    out = ["--out", str(tmp_path / "back"), "--shard-size", "0.0001"]
+    ways = {
+        stored.Stored: ("from_canonical", ["hf-to-mcore", *config, "--hf", str(hf), "--out", str(mcore)]),
+        ShardWriter: ("_flush", ["mcore-to-hf", *config, "--mcore", str(mcore), *out]),
+    }
+    for owner, (method, command) in ways.items():
+        inner, calls = getattr(owner, method), []
+
+        def ends(*args: Any, inner: Any = inner, calls: list[int] = calls, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise end
+            return inner(*args, **kwargs)
+
+        before = {path.name for path in tmp_path.iterdir()}
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, ends)
+            if isinstance(end, OSError):
+                assert "No space left on device; nothing was left there" in refused(capsys, main(command))
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    main(command)
+        assert len(calls) == 2
+        assert {path.name for path in tmp_path.iterdir()} == before
+        if owner is stored.Stored:
+            assert main(command) == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_damaged_checkpoint_is_named(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, mcore, config = tmp_path / "hf", tmp_path / "mcore", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    assert main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(mcore)]) == 0
+    (file,) = mcore.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[: -file.stat().st_size // 2])
+    if damage == "missing":
+        file.unlink()
+    message = refused(capsys, main(["mcore-to-hf", *config, "--mcore", str(mcore), "--out", str(tmp_path / "back")]))
+    assert f"{mcore}: " in message
+    assert "cannot be read" in message
+    refused(capsys, main(["verify", *config, "--hf", str(hf), "--mcore", str(mcore)]))
     assert not (tmp_path / "back").exists()
 
 

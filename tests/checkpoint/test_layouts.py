@@ -35,6 +35,15 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+# Where the run's own checkpoint is loaded again: a colocated one unified, a unified one colocated.
+AGAIN: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts-tp2ep2": (2, {"use_mimo": False, "pipeline_model_parallel_size": 2}),
+    "dense-pp2": (1, {}),
+    "untied-tp2-vit_tp2": (2, {"vision_tensor_model_parallel_size": 2, "vision_micro_batch_size": 2}),
+    "experts-pp2ep2-unified": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+
+
 def plan_of(model: ModelConfig, world: int, pretrained: Path, exp_dir: Path, **keys: Any) -> ExperimentPlan:
     """A plan on `world` ranks that starts from `pretrained`."""
     shape = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
@@ -75,6 +84,7 @@ def test_weights_come_back_from_every_layout(name: str, tmp_path: Path) -> None:
     saved = tmp_path / "run/checkpoints/iter_0000001"
     assert main(["mcore-to-hf", *config, "--mcore", str(saved), "--out", str(tmp_path / "back"), "--hf", str(hf)]) == 0
     same(read_folder(tmp_path / "back"), {key: value.float() for key, value in stored.items()})
-    plan = plan_of(model, 1, saved, tmp_path / "other")
-    again = run_ranks(1, start_and_save, plan, timeout=200)[0]
+    world, keys = AGAIN[name]
+    again = run_ranks(world, start_and_save, plan_of(model, world, saved, tmp_path / "other", **keys), timeout=200)[0]
+    assert again.keys() == held.keys()
     assert all(torch.equal(value, held[name]) for name, value in again.items())

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from flagscale.config.schema import ModelConfig
+from flagscale.data.tokenizer import SPECIAL_TEXTS
 from tests.checkpoint.helpers import MODELS, read_folder, write_hf, write_yaml
+from tests.data.test_tokenizer import save_tokenizer
 from tests.models.tiny import hf_config, tiny_model, tiny_moe
 from tools.checkpoint.convert import main
 
@@ -32,10 +34,14 @@ def transformers_model(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_from_pretrained_takes_an_export(kind: str, tmp_path: Path) -> None:
-    """With and without an original to copy the configuration from."""
+    """With and without an original to copy the configuration from; tokenizer and processor come with the copy."""
+    from transformers import AutoImageProcessor, AutoTokenizer, Qwen2VLImageProcessor
+
     model, hf, mcore = MODELS[kind], tmp_path / "hf", tmp_path / "mcore"
     config = write_yaml(tmp_path, model)
     write_hf(hf, model)
+    save_tokenizer(hf, list(SPECIAL_TEXTS.values()))
+    Qwen2VLImageProcessor(patch_size=16).save_pretrained(hf)
     assert main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(mcore)]) == 0
     expected = transformers_model(kind).from_pretrained(hf, dtype=torch.float32).state_dict()
     for name, more in {"copied": ["--hf", str(hf)], "made": []}.items():
@@ -46,6 +52,9 @@ def test_from_pretrained_takes_an_export(kind: str, tmp_path: Path) -> None:
         found = loaded.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "copied")
+    assert tokenizer.encode("<|im_end|>") == AutoTokenizer.from_pretrained(hf).encode("<|im_end|>")
+    assert AutoImageProcessor.from_pretrained(tmp_path / "copied").patch_size == 16
 
 
 @pytest.mark.parametrize("kind", ["untied", "experts"])

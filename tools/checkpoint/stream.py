@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -32,6 +36,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from flagscale.config.errors import UserError
 from flagscale.config.schema import ModelConfig
 from flagscale.models.qwen35.stored import Stored, stored_parameters
 
@@ -52,18 +57,33 @@ def write_checkpoint(
         get: Hugging Face name -> tensor; asked while the file is written, for one parameter at a time.
         dtype_of: dtype of what `get` will return.
         done: told the bytes of each parameter.
+
+    Raises:
+        Whatever `get`, `done`, or writing raises.
     """
     planner = _StreamingPlanner(list(stored_parameters(model)), get, dtype_of, done)
-    dcp.save({}, storage_writer=_StreamingWriter(folder), planner=planner, no_dist=True)
+    with _one_process():
+        dcp.save({}, storage_writer=_StreamingWriter(folder), planner=planner, no_dist=True)
     strategy = TorchDistSaveShardedStrategy()
     save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Around calls of torch.distributed.checkpoint: what it wraps, an interrupt included, comes as it was raised."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
+        try:
+            yield
+        except CheckpointException as wrapped:
+            raise next(error for error, _ in wrapped.failures.values()) from None
 
 
 class CheckpointReader:
     """The tensors of a checkpoint folder, read a few at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = _Reader(folder)
+        self._folder, self._reader = folder, _Reader(folder)
         self._entries: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
 
     def dtype(self, key: str) -> torch.dtype:
@@ -71,9 +91,18 @@ class CheckpointReader:
         return self._tensor(key).properties.dtype
 
     def read(self, keys: tuple[str, ...]) -> list[Tensor]:
-        """Whole tensors."""
+        """Whole tensors.
+
+        Raises:
+            UserError: a file is missing or damaged.
+        """
         state = {key: torch.empty(self._tensor(key).size, dtype=self.dtype(key)) for key in keys}
-        dcp.load(state, storage_reader=self._reader, no_dist=True)
+        try:
+            with _one_process():
+                dcp.load(state, storage_reader=self._reader, no_dist=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(f"{self._folder}: {keys[0]} cannot be read ({reason}); copy it again") from error
         return [state[key] for key in keys]
 
     def parameters(self, model: ModelConfig) -> Iterator[tuple[Stored, list[Tensor]]]:
@@ -148,7 +177,7 @@ class _StreamingPlanner(SavePlanner):
         self._parameters = parameters
         self._current: tuple[Stored | None, list[Tensor]] = (None, [])
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Nothing depends on the state dict, which is empty."""
 
     def create_local_plan(self) -> SavePlan:
