@@ -7,11 +7,12 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from flagscale.config.schema import ModelConfig
 from tests.dist.pool import run_ranks
-from tests.models.ranks import full_step
+from tests.models.ranks import built, full_step
 from tests.models.tiny import Batch, Piece, Reference, make_batch, random_weights, tiny_model, tiny_moe, unpack_experts
 
 KINDS: dict[str, list[list[Piece]]] = {
@@ -220,6 +221,25 @@ def test_a_gradient_without_its_sum_over_tp_is_seen() -> None:
     wrong = {name for name, value in expected["gradients"].items() if relative(gradients[name], value) > limit(name)}
     assert {name.rsplit(".", 2)[-2] for name in wrong} == {"norm", "q_norm", "k_norm"}
     assert all("linear_attn.norm" in name for name in wrong if name.endswith(".norm.weight"))
+
+
+def router_dtypes(model: ModelConfig) -> list[tuple[Any, Any, Any]]:
+    """Dtypes of each router of a bfloat16 model: weight, logits, probabilities. On a rank of the pool."""
+    from flagscale.models.qwen35.experts import BalancedRouter
+
+    with built(model, {**SINGLE, "bf16": True}) as (language, _, _):
+        routers = [module for module in language.modules() if isinstance(module, BalancedRouter)]
+        hidden_SBD = torch.randn(4, 1, model.hidden_size, dtype=torch.bfloat16)
+        return [
+            (router.weight.dtype, router.gating(hidden_SBD).dtype, router(hidden_SBD)[0].dtype) for router in routers
+        ]
+
+
+def test_routers_compute_in_fp32() -> None:
+    """Weights and inputs in bfloat16, logits and probabilities not: rounded ones choose other experts."""
+    model = tiny_moe()
+    found = run_ranks(1, router_dtypes, model, timeout=120.0)[0]
+    assert found == [(torch.bfloat16, torch.float32, torch.float32)] * (model.num_layers + 1)
 
 
 def test_bfloat16_is_near_fp32() -> None:
