@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import mmap
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,8 @@ class ParquetStore:
         self.path, self.files = path, files
         self._map: mmap.mmap | None = None
         self._rows: pa.RecordBatchFileReader | None = None
+        self._newest: tuple[int, pa.RecordBatch] | None = None  # the batch that was read last, with its number
+        self._lock = threading.Lock()
         self._reads = 0
 
     def attach(self, copy: Path) -> None:
@@ -76,17 +79,15 @@ class ParquetStore:
         assert self._rows is not None, "attach comes first"
         number = 0
         for i in range(self._rows.num_record_batches):
-            for row in range(self._rows.get_batch(i).num_rows):
+            for row in range(self._batch(i).num_rows):
                 number += 1
                 yield Locator(i, row, 1, number)
 
     def record(self, locator: Locator) -> Record:
         assert self._rows is not None, "attach comes first"
-        if locator.shard >= self._rows.num_record_batches:
+        if locator.shard >= self._rows.num_record_batches or locator.offset >= self._batch(locator.shard).num_rows:
             raise SampleError("is not in the file any more; start the run again")
-        batch = self._rows.get_batch(locator.shard)
-        if locator.offset >= batch.num_rows:
-            raise SampleError("is not in the file any more; start the run again")
+        batch = self._batch(locator.shard)
         texts = [name for name in batch.schema.names if name not in MEDIA_COLUMNS]
         try:
             cells = {name: batch.column(name)[locator.offset] for name in batch.schema.names}
@@ -96,6 +97,14 @@ class ParquetStore:
         num_bytes = batch.slice(locator.offset, 1).select(texts).nbytes
         self._give_back()
         return dataclasses.replace(record, num_bytes=num_bytes)
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        """A batch of rows. Arrow does not promise that its reader takes several threads."""
+        assert self._rows is not None
+        with self._lock:
+            if self._newest is None or self._newest[0] != number:
+                self._newest = (number, self._rows.get_batch(number))
+            return self._newest[1]
 
     def _give_back(self) -> None:
         """Unmap what was read now and then: it is the system's cache, but would count to this process as long as it is
