@@ -25,7 +25,8 @@ def samples(tmp_path: Path) -> Path:
 
 def plan_of(name: str, samples: Path, *overrides: str) -> ExperimentPlan:
     """The plan of a recipe on a machine without its data and GPUs."""
-    data = (f"data.train_path={samples}", "data.tokenizer.type=builtin", "system.platform=auto")
+    files = (f"data.train_path={samples}", f"data.valid_path={samples}")
+    data = (*files, "data.tokenizer.type=builtin", "system.platform=auto")
     return checked_plan(load(name, FOLDER, [*data, *overrides]))
 
 
