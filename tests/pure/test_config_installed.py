@@ -19,10 +19,17 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with the package as a wheel lays it out: `configs/` is inside, as `flagscale/_configs`."""
-    target = tmp_path / "site-packages"
-    shutil.copytree(CHECKOUT / "flagscale", target / "flagscale", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(CHECKOUT / "configs", target / "flagscale/_configs")
+    """A folder into which pip has installed the package from a copy of the checkout."""
+    source, target = tmp_path / "source", tmp_path / "site-packages"
+    for name in ("flagscale", "configs"):
+        shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(CHECKOUT / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(target)]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile"]
+    done = subprocess.run([*pip, *offline, str(source)], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (target / "flagscale/_configs/qwen35_mimo.yaml").is_file()
     return target
 
 

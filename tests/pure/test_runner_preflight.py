@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from flagscale.config.errors import UserErrors
 from flagscale.config.hostfile import Host
 from flagscale.config.schema import Config, ExperimentConfig, RunnerConfig, SystemConfig
-from flagscale.runner import preflight
+from flagscale.runner import preflight, scripts
 from flagscale.runner.hosts import Answer, ssh_command
 from flagscale.runner.preflight import Findings, table
 from flagscale.runner.progress import Console
@@ -102,6 +103,17 @@ def test_all_problems_are_told_with_a_table(
     assert len(caught.value.errors) == 3
     assert capsys.readouterr().out.splitlines() == table(found)
     assert [line.split()[-1] for line in table(found)[1:]] == ["problems", "problem", "ok"]
+
+
+def test_only_a_checkout_is_put_on_pythonpath(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of one interpreter must not reach another one that a job starts."""
+    checkout = Path(__file__).parents[2]
+    host = Host(address="a")
+    assert scripts.import_root() == checkout
+    assert f"PYTHONPATH={checkout} exec" in ssh_command(host, "run", [])[-1]
+    monkeypatch.setattr(scripts.site, "getsitepackages", lambda: [str(checkout)])
+    assert scripts.import_root() is None
+    assert "PYTHONPATH" not in ssh_command(host, "run", [])[-1]
 
 
 def test_ssh_command() -> None:
