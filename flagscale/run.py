@@ -161,7 +161,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _config_folder(given: str | None) -> Path | None:
-    return None if given is None else Path(given).expanduser().absolute()
+    # os.path: a home that is not known stays as it is written, and is no folder then.
+    return None if given is None else Path(os.path.expanduser(given)).absolute()
 
 
 def _taken(overrides: list[str], name: str) -> tuple[str | None, list[str]]:

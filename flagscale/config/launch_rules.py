@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -70,7 +71,7 @@ def folder_is_for_a_run(config: Config) -> Iterator[ConfigError]:
     """A run writes `config.yaml` and more into its folder, where nothing of the user's may be."""
     exp_dir = Path(config.experiment.exp_dir)
     project = next((name for name in _OF_A_PROJECT if (exp_dir / name).exists()), None)
-    if project is not None or exp_dir in (Path("/"), Path.home()):
+    if project is not None or exp_dir in (Path("/"), Path(os.path.expanduser("~"))):
         what = f"holds {project}, so it is a project" if project else "is a home of other things"
     elif (exp_dir / "config.yaml").exists() and not (exp_dir / "plan.json").exists():
         what = "holds a config.yaml without a plan.json, so it is no run's"

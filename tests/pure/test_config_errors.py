@@ -157,7 +157,8 @@ def test_a_broken_file_is_refused(
 
 def test_missing_names_and_folders(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     assert "available: qwen35_mimo" in refused(capsys, main(["--config-name", "nothing"]))
-    assert "/nowhere: no such folder" in refused(capsys, main(["--config-path", "/nowhere", "--config-name", "x"]))
+    for folder in ("/nowhere", "~surely-no-user/x"):
+        assert f"{folder}: no such folder" in refused(capsys, main(["--config-path", folder, "--config-name", "x"]))
     project.write(BASE)
     message = refused(capsys, main(["--config-path", str(project.folder)]))
     assert "--config-name is missing" in message
