@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import asdict
@@ -74,6 +75,10 @@ class Training:
         for step in range(first, model.train_iters):
             self._profiler.before(step + 1)
             self._iterate(step)
+            if step == first:
+                # What exists now stays; without this, Python looks through all of it again and again.
+                gc.collect()
+                gc.freeze()
             done = self._progress["iteration"]
             timeline = self._profiler.after(done)
             if timeline is not None:

@@ -5,6 +5,7 @@ A process of its own, because the CPU platform redirects torch.cuda for the whol
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from flagscale.models.qwen35.weights import gather_canonical, load_canonical
 from flagscale.plan.layout import LANGUAGE, VISION
+from flagscale.plan.plan import ExperimentPlan
 from flagscale.platforms import get_platform
 from flagscale.train.build import TrainState, build
 from flagscale.train.step import TrainStep
@@ -62,13 +64,30 @@ def load_weights(state: TrainState, weights: dict[str, torch.Tensor]) -> None:
         optimizer.reload_model_params()
 
 
+def make_reference_plan(**keys: Any) -> ExperimentPlan:
+    """The plan of both sides, with these system keys."""
+    made = make_plan(1, **KEYS)
+    system = dataclasses.replace(made.config.system, **keys)
+    return dataclasses.replace(made, config=dataclasses.replace(made.config, system=system))
+
+
+def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """|g - g_ref| / |g_ref| by parameter, without those whose gradients are next to nothing."""
+    total = torch.stack([g.norm() for g in wanted.values()]).norm()
+    return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in wanted.items() if g.norm() > 1e-3 * total}
+
+
 def main() -> int:
-    """Writes weights, loss sums and gradients."""
+    """Writes weights, loss sums and gradients in fp32, and how far bf16 on the CPU is from these."""
     platform = start("cpu")
-    state = build(make_plan(1, **KEYS), platform)
+    state = build(make_reference_plan(), platform)
     weights = whole(state, "param")
     sums, gradients = step(state)
-    torch.save({"weights": weights, "sums": sums, "gradients": gradients}, sys.argv[1])
+    state.topology.destroy()
+    rounded = build(make_reference_plan(bf16=True), platform)
+    load_weights(rounded, weights)
+    bf16_errors = errors(step(rounded)[1], gradients)
+    torch.save({"weights": weights, "sums": sums, "gradients": gradients, "bf16_errors": bf16_errors}, sys.argv[1])
     dist.destroy_process_group()
     return 0
 

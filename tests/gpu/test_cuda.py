@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import subprocess
 import sys
@@ -14,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flagscale.plan.plan import ExperimentPlan
 from flagscale.train.build import TrainState, build
 from flagscale.train.step import TrainStep
-from tests.dist.harness import loss_weights, macro_batches, make_plan
+from tests.dist.harness import loss_weights, macro_batches
 from tests.gpu import reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -39,38 +37,23 @@ def platform() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def plan(**keys: Any) -> ExperimentPlan:
-    """The reference's plan with these system keys."""
-    made = make_plan(1, **reference.KEYS)
-    system = dataclasses.replace(made.config.system, **keys)
-    return dataclasses.replace(made, config=dataclasses.replace(made.config, system=system))
-
-
 def state_of(platform: Any, expected: dict[str, Any], **keys: Any) -> TrainState:
     """A training state with the reference's weights and these system keys."""
-    state = build(plan(**keys), platform)
+    state = build(reference.make_reference_plan(**keys), platform)
     reference.load_weights(state, expected["weights"])
     return state
 
 
-def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """|g - g_ref| / |g_ref| by parameter, without those whose gradients are next to nothing."""
-    total = torch.stack([g.norm() for g in wanted.values()]).norm()
-    return {
-        name: ((found[name] - g).norm() / g.norm()).item() for name, g in wanted.items() if g.norm() > 1e-3 * total
-    }
-
-
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_bf16_gradients_are_near_the_cpu(platform: Any, expected: dict[str, Any], cuda_graph: bool) -> None:
-    """bf16 keeps 8 bits: 1e-3 to 1e-2 a product, a few times that after the layers, most in vectors that sum over all
-    tokens (0.080 seen in a bias). A wrong kernel is off by 1."""
+    """bf16 keeps 8 bits: after all layers a gradient is off by several percent whatever computes it. Bounded by what
+    the CPU's bf16 path is off by in the same parameter, which rounds more often. A wrong kernel is off by 1."""
     state = state_of(platform, expected, bf16=True, cuda_graph=cuda_graph)
     try:
         sums, gradients = reference.step(state)
         assert sums == pytest.approx(expected["sums"], rel=1e-2)
-        found = errors(gradients, expected["gradients"])
-        wrong = {name: error for name, error in found.items() if not error < 0.08}
+        found, on_cpu = reference.errors(gradients, expected["gradients"]), expected["bf16_errors"]
+        wrong = {name: (error, on_cpu[name]) for name, error in found.items() if not error < 1.25 * on_cpu[name]}
         assert not wrong, wrong
         assert statistics.median(found.values()) < 0.03
     finally:
@@ -85,7 +68,7 @@ def test_a_graph_equals_eager_launches(platform: Any, expected: dict[str, Any]) 
         results.append(reference.step(state))
         state.topology.destroy()
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-4)
-    wrong = {name: error for name, error in errors(results[1][1], results[0][1]).items() if not error < 5e-3}
+    wrong = {name: error for name, error in reference.errors(results[1][1], results[0][1]).items() if not error < 5e-3}
     assert not wrong, wrong
 
 
@@ -109,7 +92,7 @@ def test_what_saves_time_changes_nothing(
         results.append(reference.step(state))
         state.topology.destroy()
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)
-    wrong = {name: error for name, error in errors(results[1][1], results[0][1]).items() if not error < 2e-2}
+    wrong = {name: error for name, error in reference.errors(results[1][1], results[0][1]).items() if not error < 2e-2}
     assert not wrong, wrong
 
 

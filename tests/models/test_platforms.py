@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flagscale.config.errors import UserError
@@ -11,7 +14,7 @@ from flagscale.platforms import get_platform
 from flagscale.platforms.cpu_adam import CpuFusedAdam
 from flagscale.platforms.cuda import check_triton, communication_settings, peak_flops
 from flagscale.platforms.torch_kernels import causal_conv1d, chunk_gated_delta_rule, l2norm
-from tests.dist.pool import run_ranks
+from tests.dist.pool import Pool, run_ranks
 
 LENGTHS = [5, 64, 1, 131]
 
@@ -160,3 +163,31 @@ def test_triton_with_wrong_gradients_is_refused_on_hopper(
             check_triton("0.6.0", triton, capability)
     else:
         check_triton("0.6.0", triton, capability)
+
+
+def network_threads() -> int:
+    """Threads of this rank that wait for gloo's network, once there are many groups that have all been used."""
+    for _ in range(5):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        total = torch.ones(3)
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [2.0, 2.0, 2.0]
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+def install_and_count() -> int:
+    """The same with the CPU platform; the group of the pool exists before it."""
+    get_platform("cpu").install()
+    return network_threads()
+
+
+def test_process_groups_share_a_network_thread() -> None:
+    """One for all groups made since; the pool's own groups have one each."""
+    pool = Pool()
+    try:
+        with pool.session(2) as run:
+            first = run(install_and_count)
+            assert run(install_and_count) == first
+    finally:
+        pool.end()
