@@ -88,6 +88,8 @@ def _write_bad(path: Path, bad: list[BadSample]) -> None:
     lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in bad]
     if lines:
         bad_path(path).write_text("".join(lines), encoding="utf-8")
+    else:  # of an index that was removed so that this one is built
+        bad_path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -247,6 +247,18 @@ def test_too_long_is_an_error_by_default_and_untouched_by_the_policy_on_bad_samp
         )  # fmt: skip
 
 
+def test_an_index_that_is_built_anew_lists_the_samples_bad_now(tmp_path: Path) -> None:
+    """It is removed by hand after an image was mended: the source's time does not show that."""
+    path = source_with(tmp_path, lambda folder: truncated(folder, ".png"))
+    corpus = Corpus.open(make_config(path, on_bad_sample="skip"), "train")
+    assert len(corpus.bad_samples()) == 1
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes())
+    corpus.indexes[0].path.unlink()
+    again = Corpus.open(make_config(path, on_bad_sample="skip"), "train")
+    assert len(again) == 2
+    assert again.bad_samples() == []
+
+
 def test_a_source_of_bad_samples_only_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "s.jsonl", ["{", "["])
     with pytest.raises(UserError, match=r"all 2 samples are bad.*not valid JSON"):
