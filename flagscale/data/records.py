@@ -3,10 +3,13 @@
 Forms that are read (`docs/data.md` shows each):
 
 - ShareGPT: `{"conversations": [{"from": "human", "value": "<image>What?"}, ...], "images": [...], "videos": [...]}`,
-  with LLaVA's variants: `image` or `video` as one name or a list, and turns that say `role` and `content`.
+  with LLaVA's variants: `image` or `video` as one name or a list, `<image>` as the mark of a video where only videos
+  are listed, and turns that say `role` and `content`.
 - OpenAI: `{"messages": [{"role": "user", "content": ...}, ...]}`, where content is a text (with `<image>` and a list
   `images` as above) or a list of parts `{"type": "text" | "image" | "image_url" | "video" | "video_url", ...}`.
-- Plain text: `{"text": "..."}`, a document of a text corpus.
+- Plain text: `{"text": "..."}`, a document of a text corpus; with images or videos beside it, their caption.
+
+A text under `system` beside the turns of either form is their first turn, unless they begin with one.
 
 A medium is named by a path, a data URI, or comes with its bytes (Parquet, WebDataset).
 """
@@ -78,6 +81,10 @@ class Media:
     fps: float | None = None
 
 
+Pieces = list[str | tuple[str, Media | None]]
+"""A turn's content in order: texts, and (kind, medium) where the medium is None when it is the list's next."""
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSlot:
     """Where medium number `media` of the record stands in a turn."""
@@ -116,14 +123,19 @@ def parse_record(raw: bytes | str | Mapping[str, Any]) -> Record:
     data = raw if isinstance(raw, Mapping) else _json_object(raw)
     data = {key: value for key, value in data.items() if value is not None}  # a table's row may leave columns empty
     record_id = printable(str(data.get("id", "")))
-    if "conversations" not in data and "messages" not in data:
-        return Record(record_id, (_document(data),), ())
     listed = {kind: _listed(data, kind) for kind in MARKS}
+    if "conversations" not in data and "messages" not in data:
+        media = tuple(item for kind in MARKS for item in listed[kind])
+        document = _document(data)
+        return Record(record_id, _captioned(document, media) if media else (document,), media)
     name = "conversations" if "conversations" in data else "messages"
-    turns: list[tuple[str, list[str | tuple[str, Media | None]]]] = []
+    turns: list[tuple[str, Pieces]] = []
     for entry in _list(data, name):
         role, content = _raw_turn(entry)
         turns.append((role, _pieces(content)))
+    if str(data.get("system", "")).strip() and turns[0][0] != "system":
+        turns.insert(0, ("system", _pieces(data["system"])))
+    turns = _marked_as_images(turns, listed)
     media = _media(turns, listed)
     numbers = {kind: iter([i for i, item in enumerate(media) if item.kind == kind]) for kind in MARKS}
     built = tuple(
@@ -158,6 +170,15 @@ def _document(data: Mapping[str, Any]) -> Turn:
     return Turn(TEXT, (_whole(text),))
 
 
+def _captioned(document: Turn, media: tuple[Media, ...]) -> tuple[Turn, ...]:
+    """The turns of media whose caption is a text: the caption is the answer, and nothing is asked."""
+    (text,) = document.parts
+    assert isinstance(text, str), "a document is a text"
+    if any(mark in text for mark in MARKS.values()):
+        raise SampleError("has placeholders in the caption of its images or videos; write it as 'conversations'")
+    return Turn("user", tuple(map(MediaSlot, range(len(media))))), Turn("assistant", (text.strip(),))
+
+
 def _list(data: Mapping[str, Any], name: str) -> list[Any]:
     """The list of turns under `name`; Parquet files also hold it as JSON text."""
     value = data[name]
@@ -175,7 +196,7 @@ def _listed(data: Mapping[str, Any], kind: str) -> list[Media]:
     """Media under `images` (`videos`), or under LLaVA's `image` (`video`), which is one medium or a list."""
     listed = data.get(f"{kind}s")
     listed = data.get(kind) if listed is None else listed
-    if listed is None:
+    if listed is None or listed == "":  # a sample of text only among others
         return []
     if not isinstance(listed, list):
         listed = [listed]
@@ -247,20 +268,20 @@ def _has(entry: Any, keys: tuple[str, str]) -> bool:
     return isinstance(entry, Mapping) and all(entry.get(key) is not None for key in keys)
 
 
-def _pieces(content: Any) -> list[str | tuple[str, Media | None]]:
-    """A turn's content in order: texts, and (kind, medium) where the medium is None when it is the list's next."""
+def _pieces(content: Any) -> Pieces:
+    """A turn's content in order."""
     if isinstance(content, str):
         return _marked_pieces(content)
     if not isinstance(content, list):
         raise SampleError(f"has a turn whose content is a {type(content).__name__}; write a text or a list of parts")
-    pieces: list[str | tuple[str, Media | None]] = []
+    pieces: Pieces = []
     for part in content:
         written = part.get("type") if isinstance(part, Mapping) else None
         if written == "text" and isinstance(part.get("text"), str):
             pieces.extend(_marked_pieces(part["text"]))
         elif isinstance(written, str) and written in PARTS:
             kind = PARTS[written]
-            value = part.get(written, part.get("path"))
+            value = next((part[key] for key in (written, "path", "url") if part.get(key) is not None), None)
             value = value.get("url") if isinstance(value, Mapping) and "url" in value else value
             pieces.append((kind, None if value is None else medium(kind, value)))
         else:
@@ -269,11 +290,11 @@ def _pieces(content: Any) -> list[str | tuple[str, Media | None]]:
     return pieces
 
 
-def _marked_pieces(text: str) -> list[str | tuple[str, Media | None]]:
+def _marked_pieces(text: str) -> Pieces:
     """A text cut at its marks."""
-    pieces: list[str | tuple[str, Media | None]] = [_whole(text)]
+    pieces: Pieces = [_whole(text)]
     for kind, mark in MARKS.items():
-        cut: list[str | tuple[str, Media | None]] = []
+        cut: Pieces = []
         for piece in pieces:
             if not isinstance(piece, str):
                 cut.append(piece)
@@ -294,9 +315,15 @@ def _whole(text: str) -> str:
     return text
 
 
-def _media(
-    turns: list[tuple[str, list[str | tuple[str, Media | None]]]], listed: Mapping[str, list[Media]]
-) -> tuple[Media, ...]:
+def _marked_as_images(turns: list[tuple[str, Pieces]], listed: Mapping[str, list[Media]]) -> list[tuple[str, Pieces]]:
+    """The turns with the marks of videos where only videos are listed and `<image>` marks each, as in LLaVA-Video."""
+    marks = [p for _, pieces in turns for p in pieces if not isinstance(p, str)]
+    if listed[IMAGE] or not listed[VIDEO] or marks != [(IMAGE, None)] * len(listed[VIDEO]):
+        return turns
+    return [(role, [p if isinstance(p, str) else (VIDEO, None) for p in pieces]) for role, pieces in turns]
+
+
+def _media(turns: list[tuple[str, Pieces]], listed: Mapping[str, list[Media]]) -> tuple[Media, ...]:
     """All media in the order of their placeholders, images before videos."""
     found: list[Media] = []
     for kind, mark in MARKS.items():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flagscale.data.image import ImageSettings
     from flagscale.data.tokenizer import Tokenizer
 
-FORMAT = 3  # raise it when the columns, the chat template or the reading of records change
+FORMAT = 4  # raise it when the columns, the chat template or the reading of records change
 CACHE_FOLDER = ".flagscale"
 RAISE, SKIP, TRUNCATE = "raise", "skip", "truncate_text"
 

@@ -28,8 +28,8 @@ class TarStore:
     """Tar files of samples.
 
     A sample is the run of files of one key. `json` holds a conversation (an object in one of our forms, or the list of
-    its turns); without it `txt` is the caption of the images. Media: files with the suffix of an image or a video, in
-    the order of their names; or `jpgs` and `videos`, pickled lists of names or bytes.
+    its turns); without it `txt` is the caption of the media, or a document. Media: files with the suffix of an image or
+    a video, in the order of their names; or `jpgs` and `videos`, pickled lists of names or bytes.
     """
 
     unit = "sample"
@@ -100,16 +100,25 @@ def _listed(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def shards(folder: Path, split: str) -> tuple[Path, ...]:
-    """Tar files of a split: as energon's `split.yaml` says where there is one, else all. Raises UserError."""
-    split_file = folder / META / "split.yaml"
-    if not split_file.is_file():
+    """Tar files of a split: as energon's `split.yaml` (or `.json`) says where there is one, else all.
+
+    Raises:
+        UserError: when the description cannot be used, or leaves no file.
+    """
+    described = (folder / META / f"split.{suffix}" for suffix in ("yaml", "json"))
+    split_file = next((file for file in described if file.is_file()), None)
+    if split_file is None:
         files = files_below(folder, ".tar")
     else:
         try:
-            parts = yaml.safe_load(split_file.read_text(encoding="utf-8"))["split_parts"]
-            names = [name for pattern in parts.get(split) or [] for name in expand_braces(str(pattern))]
+            stated = yaml.safe_load(split_file.read_text(encoding="utf-8"))
+            names, excluded = _expanded(stated["split_parts"].get(split)), _expanded(stated.get("exclude"))
         except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{split_file}: has no readable split_parts ({error}); prepare the folder again") from None
+        single = next((name for name in excluded if not name.endswith(".tar")), None)
+        if single is not None:
+            raise UserError(f"{split_file}: excludes {single}, but single samples stay; exclude the whole tar file")
+        names = [name for name in names if name not in excluded]
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{split_file}: names {missing[0]}, which is not in {folder}; prepare the folder again")
@@ -119,6 +128,11 @@ def shards(folder: Path, split: str) -> tuple[Path, ...]:
         remedy = f"name a file in it, such as {others[0]}" if others else "correct it"
         raise UserError(f"data source {folder}: holds no .tar or .parquet file for the split {split!r}; {remedy}")
     return files
+
+
+def _expanded(patterns: Any) -> list[str]:
+    """The names that a list of patterns stands for."""
+    return [name for pattern in patterns or [] for name in expand_braces(str(pattern))]
 
 
 def _read_span(path: Path, start: int, size: int) -> bytes:
@@ -194,8 +208,7 @@ def _conversation(members: Members) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SampleError(f"has a {kind} file that is not valid ({error}); prepare it again") from None
     if isinstance(data, str):
-        turns = [{"from": "human", "value": "<image>" * len(images)}, {"from": "gpt", "value": data}]
-        return {"conversations": turns, "images": images}
+        return {"text": data, "images": images, "videos": videos}
     if not isinstance(data, list | dict):
         raise SampleError(f"has a json file that holds a {type(data).__name__}; it must be an object or its turns")
     data = {"conversations": data} if isinstance(data, list) else data
@@ -207,7 +220,7 @@ def _timed(videos: Sequence[Media], seconds: Any) -> list[Media]:
     """The videos with their rates, where FlagScale's converter noted the seconds of a frame group."""
     try:
         rates = [None if not one else 1 / float(one) for one in seconds]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise SampleError(f"has second_per_grid_ts that is no list of numbers ({error}); prepare it again") from None
     rates += [None] * (len(videos) - len(rates))
     return [dataclasses.replace(video, fps=rate) for video, rate in zip(videos, rates, strict=False)]

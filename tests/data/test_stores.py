@@ -213,6 +213,43 @@ def test_captions_beside_images_are_answers(tmp_path: Path) -> None:
     assert corpus.record(1).turns[-1].parts == ("a s1",)
 
 
+def test_captions_of_videos_and_documents_in_tar_files(tmp_path: Path) -> None:
+    def sample(folder: Path, record: dict[str, Any]) -> dict[str, bytes]:
+        return {"txt": b" a cat"} if record["id"] == "s0" else {"txt": b"a dog", "mp4": b"", "png": b""}
+
+    target = as_tars(tmp_path, sample)
+    store = TarStore(target, shards(target, "train"))
+    document, captioned = (store.record(locator) for locator in list(store.locators())[:2])
+    assert [(turn.role, turn.parts) for turn in document.turns] == [("text", (" a cat",))]
+    assert [media.name for media in captioned.media] == ["png", "mp4"]
+    assert captioned.turns[-1].parts == ("a dog",)
+
+
+def test_an_image_and_its_caption_in_columns(tmp_path: Path) -> None:
+    """As image folders come from the datasets library."""
+    image = {"bytes": (tmp_path / save_image(tmp_path / "a.png", 64, 64)).read_bytes(), "path": "a.png"}
+    pq.write_table(pa.Table.from_pylist([{"image": image, "text": "a cat"}]), tmp_path / "s.parquet")
+    corpus = Corpus.open(make_config(tmp_path / "s.parquet"), "train")
+    assert len(corpus.placements(0)) == 1
+    assert corpus.num_loss_tokens([0]) == len("a cat") + 1, "the caption and the end of the turn"
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_energon_leaves_out_what_it_excludes(tmp_path: Path, suffix: str) -> None:
+    target = as_energon(tmp_path)
+    (target / ".nv-meta" / "split.yaml").unlink()
+    split = target / ".nv-meta" / f"split.{suffix}"
+    parts = {"train": ["pretrain-{0..1}.tar"], "val": []}
+    split.write_text(json.dumps({"split_parts": parts, "exclude": ["pretrain-{1..3}.tar"]}))
+    assert shards(target, "train") == (target / "pretrain-0.tar",)
+    split.write_text(json.dumps({"split_parts": parts, "exclude": ["pretrain-0.tar/3"]}))
+    with pytest.raises(UserError, match=r"excludes pretrain-0\.tar/3"):
+        shards(target, "train")
+    split.write_text("[]")
+    with pytest.raises(UserError, match="no readable split_parts"):
+        shards(target, "train")
+
+
 def test_pickles_hold_plain_lists_only(tmp_path: Path) -> None:
     """A pickle that would call something is refused before it does."""
     evil = pickle.dumps(Path("x"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.errors import UserError
-from flagscale.data.records import IMAGE, Media, MediaSlot, Record, SampleError, Turn, parse_record
+from flagscale.data.records import IMAGE, VIDEO, Media, MediaSlot, Record, SampleError, Turn, parse_record
 
 GOOD_ANSWER = {"from": "gpt", "value": "3"}
 
@@ -49,6 +49,41 @@ def test_llava_names_one_image_by_image() -> None:
     assert record.turns[0].parts == (MediaSlot(0), "\nWhich?")
 
 
+def test_llava_marks_a_video_as_an_image_and_leaves_the_image_of_a_text_empty() -> None:
+    record = read(**sharegpt("<image>\nWhat happens?", video="a.mp4"))
+    assert record.media == (Media(VIDEO, "a.mp4"),)
+    assert record.turns[0].parts == (MediaSlot(0), "\nWhat happens?")
+    with pytest.raises(SampleError, match="1 '<image>' placeholder"):
+        read(**sharegpt("<image><video>?", videos=["a.mp4", "b.mp4"]))
+    assert read(**sharegpt("Which?", image="")).media == ()
+
+
+@pytest.mark.parametrize(
+    "part", [{"image": "a.png"}, {"url": "a.png"}, {"path": "a.png"}, {"image": None, "path": "a.png"}]
+)
+def test_a_part_names_its_image_by_any_of_three_keys(part: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", **part}]}, {"role": "assistant", "content": "3"}]
+    assert read(messages=messages).media == (Media(IMAGE, "a.png"),)
+
+
+def test_a_system_text_beside_the_turns_is_their_first() -> None:
+    system = Turn("system", ("Be brief.",))
+    record = read(**sharegpt("?"), system=" Be brief. ")
+    assert record.turns == (system, *read(**sharegpt("?")).turns)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "3"}]
+    assert read(messages=messages, system="Be brief.") == record
+    assert read(messages=[{"role": "system", "content": "Be brief."}, *messages], system="Be long.") == record
+    for nothing in ("", " ", None):
+        assert read(**sharegpt("?"), system=nothing) == read(**sharegpt("?"))
+
+
+def test_a_text_beside_media_is_their_caption() -> None:
+    record = read(text=" A cat. ", image="a.png", videos=["b.mp4"])
+    assert record.media == (Media(IMAGE, "a.png"), Media(VIDEO, "b.mp4"))
+    assert record.turns == (Turn("user", (MediaSlot(0), MediaSlot(1))), Turn("assistant", ("A cat.",)))
+    assert read(text="<image>").turns[0].parts == ("<image>",), "a document is taken as it is"
+
+
 def test_image_parts_may_refer_to_the_list() -> None:
     messages = [
         {"role": "system", "content": "Answer."},
@@ -77,6 +112,8 @@ def test_placeholders_count_on_over_the_turns() -> None:
         ('{"conversations": [', "is not valid JSON"),
         (b"\xff\xfe{}", "is not valid JSON"),
         ("[1, 2]", "is a JSON list"),
+        ('{"text": "a <image>", "image": "a.png"}', "placeholders in the caption"),
+        (json.dumps({**sharegpt("x"), "system": 3}), "content is a int"),
         ("{}", "has none of 'conversations', 'messages' and 'text'"),
         ('{"text": " "}', "has an empty text"),
         ('{"conversations": []}', "not a list with at least one turn"),
