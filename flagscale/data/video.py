@@ -143,7 +143,11 @@ class VideoReader:
         folder = self._folder(video)
         if folder is None:
             return None
-        found = (path for path in folder.iterdir() if path.suffix[1:].lower() in IMAGE_SUFFIXES)
+        try:
+            found = [path for path in folder.iterdir() if path.suffix[1:].lower() in IMAGE_SUFFIXES]
+        except OSError as error:
+            name = told(folder)
+            raise SampleError(f"names the video {name}, which cannot be read ({error.strerror}); correct it") from None
         names = sorted((path for path in found if not path.name.startswith(".")), key=lambda path: natural(path.name))
         if not names:
             raise SampleError(f"has the video {folder}, a folder without frames; add them or remove the sample")

@@ -207,6 +207,7 @@ def test_a_tar_file_that_breaks_off(tmp_path: Path) -> None:
         ({"s.json": b"{", "s.png": b""}, "a json file that is not valid"),
         ({"s.txt": b"\xff", "s.png": b""}, "a txt file that is not valid"),
         ({"s.json": b'{"conversations": [], "second_per_grid_ts": 3}'}, "second_per_grid_ts that is no list"),
+        ({"s.json": b'{"conversations": [], "second_per_grid_ts": ["0"]}', "s.mp4": b""}, "no list of numbers"),
         ({"s.png": b""}, "neither a json nor a txt file"),
         ({"s.txt": b"a", "s.png": b""}, "the image png, which is not a readable image"),
         ({"s.txt": b"a", "s.jpgs": b"\x80\x04."}, "'jpgs' that is no pickled list"),
@@ -323,6 +324,19 @@ def test_a_source_without_permission_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"s\.jsonl: Permission denied; make it readable"):
+        open_corpus(path)
+
+
+def test_a_folder_of_frames_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not taken for a cache folder that cannot be written."""
+    save_image(tmp_path / "clip" / "0.png", 64, 64)
+    path = write_jsonl(tmp_path / "s.jsonl", [sharegpt("<video>", "1", videos=["clip"], id="k")])
+
+    def refuse(self: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"line 1 \(id k\): .*clip, which cannot be read \(Permission denied\)"):
         open_corpus(path)
 
 
