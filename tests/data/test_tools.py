@@ -81,6 +81,13 @@ def test_folders_that_say_nothing_are_refused(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "text": "x"}\n')
     assert from_folder.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "line 1: names b.png" in capsys.readouterr().err
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": null}\n')
+    assert from_folder.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "a.png has neither a caption nor" in capsys.readouterr().err
+    for split in ("train", "val"):
+        save_image(tmp_path / "divided" / split / "cat" / "a.png", 64, 64)
+    assert from_folder.main([str(tmp_path / "divided"), "--out", str(tmp_path / "out")]) == 2
+    assert "its folders are splits (train), not classes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -38,6 +38,7 @@ from flagscale.data.tokenizer import BUILTIN_CHARACTERS
 QUESTIONS = {"captions": "Describe the picture.", "classes": "What is in the picture?"}
 METADATA, CAPTIONS = "metadata.jsonl", "captions.csv"
 UNSAID = "has neither a caption nor a folder of its class"
+SPLITS = {"train", "val", "valid", "validation", "test"}
 SHOWN = 5  # pictures left out that are named
 # Any that refuse what training would: sizes do not matter here.
 SETTINGS = ImageSettings(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=1024, max_pixels=1 << 20)
@@ -81,6 +82,9 @@ def answers(folder: Path) -> tuple[str, dict[Path, str]]:
             f"{folder}: says nothing about its pictures; add {METADATA} or {CAPTIONS}, a text file beside each, "
             "or sort them into a folder for each class"
         )
+    if set(inside.values()) <= SPLITS:
+        part = min(inside.values())
+        raise UserError(f"{folder}: its folders are splits ({part}), not classes; name that of one: {folder / part}")
     return "classes", {path: inside.get(path, "").replace("_", " ") for path in found}
 
 
@@ -108,7 +112,7 @@ def _metadata(file: Path) -> Iterator[tuple[int, str, str]]:
             continue
         try:
             entry = json.loads(line)
-            yield number, str(entry["file_name"]), str(entry["text"])
+            yield number, str(entry["file_name"]), "" if entry["text"] is None else str(entry["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} line {number}: has no file_name and text ({error!r}); correct it") from None
 
