@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,6 +175,23 @@ def test_read_ahead_gives_the_same_and_reads_on_across_steps(sources: dict[str, 
         assert plain[0].decoded < ahead[0].decoded
         assert ahead[0].wait_s > 0
         assert plain[0].wait_s > 0
+
+
+def test_read_ahead_lies_in_pinned_memory_when_asked(
+    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, by the background worker: where that is left out, the copy to the GPU makes the host wait."""
+    threads = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    pipeline = DataPipeline(plan_for(sources), "train", 0, pin=True)
+    batches = list(pipeline.step(pipeline.num_batches - 1))
+    pipeline.close()
+    assert threads == ["prefetch"] * sum(len(m.pixels) + 4 * len(m.microbatches) for m in batches)
 
 
 def test_nothing_is_read_before_or_behind_the_run(sources: dict[str, Path]) -> None:

@@ -1,13 +1,15 @@
-"""Out of memory, a killed rank and values that are not finite end a job with one message, not with a traceback."""
+"""Out of memory, a killed rank, values that are not finite and a damaged image end a job with one message."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.runner.test_training_job import start
+from tools.data import make_digits
 
 ENTRYPOINT = Path(__file__).parent / "failing_trainer.py"
 MESSAGES = {
@@ -34,3 +36,18 @@ def test_one_message(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "log of rank" in output.splitlines()[output.splitlines().index(lines[0]) + 1]
     if fault == "memory":
         assert "Traceback" in (tmp_path / "run/logs/rank1.err").read_text()
+
+
+@pytest.mark.timeout(600)
+def test_a_damaged_image_ends_all_ranks(tmp_path: Path) -> None:
+    """One rank reads it, between the exchanges of a step: the other does not wait for it for ever."""
+    make_digits.make(tmp_path / "digits", seed=1, num_train=100)
+    source = tmp_path / "digits" / "train.jsonl"
+    samples = map(json.loads, source.read_text().splitlines())
+    image = source.parent / next(sample["images"][0] for sample in samples if sample.get("images"))
+    image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
+    output, _ = start(tmp_path).communicate(timeout=550)
+    ending = rf"error: {source} line \d+ \(id .*\): the sample has the image {image}, which is damaged .*"
+    assert len([line for line in output.splitlines() if re.fullmatch(ending, line)]) == 1, output
+    assert output.lower().count("error") == 1, output
+    assert "Traceback" not in output
