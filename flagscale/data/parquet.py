@@ -68,7 +68,7 @@ class ParquetStore:
                     with pq.ParquetFile(path) as file:
                         for batch in file.iter_batches(batch_size=ROWS):
                             for start in range(0, batch.num_rows, ROWS):
-                                writer.write_batch(batch.slice(start, ROWS).cast(schema))
+                                writer.write_batch(_ordered(batch.slice(start, ROWS), schema).cast(schema))
         except (ValueError, pa.ArrowException, OSError) as error:
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -113,6 +113,11 @@ class ParquetStore:
         self._reads += 1
         if self._reads % READS_MAPPED == 0:
             self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _ordered(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch with its columns in the schema's order, where they are the same ones."""
+    return batch.select(schema.names) if sorted(batch.schema.names) == sorted(schema.names) else batch
 
 
 def _value(cell: pa.Scalar, kind: str | None) -> Any:

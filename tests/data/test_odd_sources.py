@@ -165,6 +165,20 @@ def test_tables_with_empty_cells_and_without_their_suffix(tmp_path: Path) -> Non
         open_corpus(tmp_path / "table")
 
 
+def test_files_of_a_table_with_their_columns_in_another_order(tmp_path: Path) -> None:
+    image = (tmp_path / save_image(tmp_path / "a.png", 64, 64)).read_bytes()
+    table = pa.Table.from_pylist([{"id": "a", "text": "a cat", "image": image}])
+    (tmp_path / "t").mkdir()
+    pq.write_table(table, tmp_path / "t" / "0.parquet")
+    pq.write_table(table.select(["image", "text", "id"]), tmp_path / "t" / "1.parquet")
+    corpus = open_corpus(tmp_path / "t")
+    assert len(corpus) == 2
+    assert corpus.record(0) == corpus.record(1)
+    pq.write_table(table.select(["id", "text"]), tmp_path / "t" / "2.parquet")
+    with pytest.raises(UserError, match="no readable Parquet"):
+        open_corpus(tmp_path / "t")
+
+
 def tar_of(path: Path, files: dict[str, bytes]) -> Path:
     with tarfile.open(path, "w") as tar:
         for name, data in files.items():

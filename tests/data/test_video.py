@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import tarfile
 from pathlib import Path
 
 import av
@@ -91,6 +94,28 @@ def test_a_file_gives_what_its_frames_give(tmp_path: Path) -> None:
     assert folder.placements(0) == file.placements(0)
     wanted = [(item.media, item.frame, (item.grid_h, item.grid_w)) for item in file.placements(0)]
     one, other = (corpus.pixels(0, corpus.record(0), wanted) for corpus in (folder, file))
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_frames_in_tar_files_have_the_rate_noted_with_them(tmp_path: Path) -> None:
+    """As FlagScale prepares them: `videos` is a pickled list of lists of names, `second_per_grid_ts` is 1 / fps."""
+    frame_folder(tmp_path)
+    frames = [f"clip/{i:03d}.png" for i in range(FRAMES)]
+    turns = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "3"}]
+    files = {
+        "s.jpgs": pickle.dumps([]), "s.videos": pickle.dumps([frames]),
+        "s.json": json.dumps({"conversations": turns, "second_per_grid_ts": [1 / FPS]}).encode(),
+    }  # fmt: skip
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    config = make_config(tmp_path / "s.tar", model={"seq_length": 512}, min_pixels=1024)
+    corpus, folder = Corpus.open(config, "train"), corpus_of(tmp_path, "clip")
+    assert corpus.placements(0) == folder.placements(0)
+    wanted = [(item.media, item.frame, (item.grid_h, item.grid_w)) for item in folder.placements(0)]
+    one, other = (each.pixels(0, each.record(0), wanted) for each in (corpus, folder))
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
