@@ -16,7 +16,8 @@ ITERATIONS, KILLED = 6, 4
 
 
 def test_a_packed_mix_with_bad_samples_trains_and_resumes(tmp_path: Path) -> None:
-    """Killed after iteration 4 with a checkpoint of iteration 3; the text corpus goes through several epochs."""
+    """Killed after iteration 4 with a checkpoint of iteration 3, and resumed on twice as many ranks, with read-ahead;
+    the text corpus goes through several epochs."""
     digits = tmp_path / "digits"
     make_digits.make(digits, seed=1, num_train=60)
     documents = [{"text": "one two three " * (1 + i % 9)} for i in range(7)]
@@ -25,14 +26,17 @@ def test_a_packed_mix_with_bad_samples_trains_and_resumes(tmp_path: Path) -> Non
         f"data.sources={{digits:{{path:{digits}/train.jsonl,weight:[[0,1],[5,3]]}},texts:{{path:{texts},weight:1.0}}}}"
     )
     keys = (
-        sources, "experiment.runner.nproc_per_node=2", "data.packing=length_budget", "data.language_balance=true",
+        sources, "data.packing=length_budget", "data.language_balance=true",
         "data.on_bad_sample=skip", "model.tensor_model_parallel_size=1", "model.vision_micro_batch_size=2",
         f"model.train_iters={ITERATIONS}", "model.eval_interval=3", "system.checkpoint.save_interval=3",
     )  # fmt: skip
-    unbroken, broken = (plan_of(digits, tmp_path / name, *keys) for name in ("unbroken", "broken"))
+    two, four = ("experiment.runner.nproc_per_node=2", "experiment.runner.nproc_per_node=4")
+    unbroken, broken = (plan_of(digits, tmp_path / name, two, *keys) for name in ("unbroken", "broken"))
     run_ranks(2, train, unbroken, timeout=240)
     run_ranks(2, train, broken, KILLED, timeout=240)
-    run_ranks(2, train, broken, timeout=240)
+    resumed = plan_of(digits, tmp_path / "broken", four, *keys)
+    assert (resumed.world_size, resumed.config.data.prefetch) == (4, 2)
+    run_ranks(4, train, resumed, timeout=240)
     close(losses(tmp_path / "broken"), losses(tmp_path / "unbroken"), 1e-6)
     lines = [[line for line in read_metrics(tmp_path / name) if "lm_loss" in line] for name in ("broken", "unbroken")]
     counted = ("samples/digits", "samples/texts", "tokens/digits", "tokens/texts", "weight/texts", "num_tokens")
