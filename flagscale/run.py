@@ -97,13 +97,11 @@ def _dispatch(loaded: Loaded, action: str) -> int:
     from flagscale.plan.build import checked_plan
     from flagscale.plan.notes import notes
     from flagscale.plan.report import show_plan
-    from flagscale.plan.save import save_run_files
     from flagscale.runner.render import torchrun_command
 
     plan = checked_plan(loaded, torchrun_command)
     show_plan(plan, notes(loaded, plan))
     if action == "dryrun":
-        save_run_files(plan)
         sys.stdout.write(preview(plan))
         return 0
     return dispatch(plan, action)

@@ -8,6 +8,7 @@ import pytest
 
 from flagscale.config.loading import load
 from flagscale.run import main
+from tests.pure.test_runner_record import record
 from tests.pure.yaml_files import Project, project
 
 __all__ = ["project"]
@@ -179,6 +180,19 @@ def test_a_folder_with_a_run_of_another_model(project: Project, capsys: pytest.C
     assert "ffn_hidden_size 256 there and 512 here" in message
     (project.folder / "exp/config.yaml").write_text("[")
     assert "is no configuration of a run" in refused(capsys, project.run())
+
+
+def test_a_dry_run_leaves_the_plan_of_a_running_job(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """A restart reads it again."""
+    project.write(BASE)
+    assert project.run() == 0
+    exp_dir = project.folder / "exp"
+    before = (exp_dir / "plan.json").read_text()
+    record().save(exp_dir)
+    assert "a job runs in this folder" in refused(capsys, project.run("model.seed=5"))
+    assert (exp_dir / "plan.json").read_text() == before
+    record(launcher_ticks=1).save(exp_dir)
+    assert project.run("model.seed=5") == 0, "it has ended"
 
 
 def test_a_folder_that_cannot_be_written(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
