@@ -52,7 +52,8 @@ def settings_of(tree: Mapping[str, Any], source: str) -> dict[str, Setting]:
             continue
         setting = Setting(home=home, value=_at_home(value, path), written=written, source=source)
         other = settings.setdefault(home, setting)
-        if other.value != setting.value or type(other.value) is not type(setting.value):
+        # Compared with itself, nan would be two values.
+        if other is not setting and (other.value != setting.value or type(other.value) is not type(setting.value)):
             errors.append(given_twice(other, setting))
     raise_all(errors)
     return settings

@@ -46,7 +46,7 @@ def _settings(overrides: Sequence[Override], history: dict[str, list[Setting]], 
             continue
         for setting in _of_override(override, errors):
             other = found.setdefault(setting.home, setting)
-            if other.value != setting.value:
+            if other is not setting and other.value != setting.value:
                 errors.append(given_twice(other, setting))
             files = history.get(setting.home)
             if override.is_add() and files and files[-1].value != setting.value:

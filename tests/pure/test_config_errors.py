@@ -107,6 +107,7 @@ COMMAND_LINES = [
     (["model.mrope_section=[3,"], ["is no override"]),
     (["model.lr"], ["is no override"]),
     (["model.lr=1,2"], ["several values"]),
+    (["model.lr=nan"], ["model.optimizer.lr = nan", "not one that is not finite"]),
     (["key=model.lr"], ["action=explain"]),
     (["+extra=1"], ["extra is no group"]),
     (["hydra.run.dir=x"], ["hydra.run.dir", "no known key"]),
