@@ -78,6 +78,10 @@ class Composer:
         """Names of all groups of alternatives."""
         return sorted({path.name for place in self.folders for path in place.iterdir() if path.is_dir()})
 
+    def choices(self, group: str) -> list[str]:
+        """Names of the files of a group."""
+        return sorted({path.stem for place in self.folders for path in (place / group).glob("*.yaml")})
+
     def names(self) -> list[str]:
         """Configurations that --config-name can choose, the user's own first."""
         found = [path.stem for place in self.folders for path in sorted(place.glob("*.yaml"))]

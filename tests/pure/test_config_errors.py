@@ -98,6 +98,10 @@ def test_a_broken_rule_is_refused(
 COMMAND_LINES = [
     (["modle=qwen35_tiny"], ["modle is no group and no key", "groups: data, model, optimizer, runner"]),
     (["model=qwen35_tinny"], ["Could not find 'model/qwen35_tinny'", "qwen35_tiny"]),
+    (["model=5"], ["'model=5'", "a group takes the name", "choose one of qwen35_0.8b"]),
+    (["a/b=5"], ["'a/b=5'", "groups: data, model"]),
+    (["runner=null"], ["choose one of local"]),
+    (["=5"], ["'=5'", "names no key"]),
     (["micro_batch_size=4"], ["model.micro_batch_size"]),
     (["model.micro_batch_sise=4"], ["model.micro_batch_size", "command line"]),
     (["experiment.micro_batch_size=4"], ["experiment.micro_batch_size", "no known key"]),
