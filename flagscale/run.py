@@ -27,6 +27,7 @@ Train a vision-language model whose vision encoder and language model share rank
   action=dryrun   show and write the plan      action=query    state of a job
   action=test     a few iterations, thrown away
   action=explain key=model.seq_length          meaning of a key, and where it is set
+  action=explain key=model                     all keys of a section; without key=, the sections
 
   -m section.key=a,b,c   one run after another for every combination of the values, and a table at the end
 

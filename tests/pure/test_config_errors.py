@@ -147,7 +147,8 @@ FILES = [
     (BASE + "model: {seed: '${model.seed}'}\n", ["model.seed", "cannot be resolved"]),
     (BASE + "model: {seed: '${broken'}\n", ["model.seed"]),
     (BASE + "experiment: {exp_name: '???'}\n", ["exp_name", "must be given"]),
-    (BASE + "1: 2\n", ["1 = 2", "no known key"]),
+    (BASE + "1: 2\n", ["1 = 2", "no known key", "action=explain key=model"]),
+    ("default: [/qwen35_mimo, _self_]\n", ["default = ", "nearest known keys: defaults"]),
 ]
 
 
@@ -205,6 +206,11 @@ def test_a_folder_that_cannot_be_written(project: Project, capsys: pytest.Captur
     assert "cannot be written" in refused(capsys, project.run("experiment.exp_dir=/proc/nothing"))
 
 
+def test_a_section_is_explained_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["action=explain", "key=model"]) == 0
+    assert "model.seq_length: tokens of a sample" in capsys.readouterr().out
+
+
 def test_help_names_actions_and_leaves_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["--help"])
@@ -223,7 +229,8 @@ def test_explain_a_key(project: Project, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_explain_without_key_and_with_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no key given" in refused(capsys, main(["action=explain"]))
+    for nothing in ([], ["key="]):
+        assert "no key given" in refused(capsys, main(["action=explain", *nothing]))
     assert "model.seq_length" in refused(capsys, main(["action=explain", "key=model.seq_lenght"]))
 
 
