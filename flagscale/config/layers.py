@@ -7,6 +7,7 @@ merging is done key by key in `loading.py`, because two files may write one key 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,12 @@ class Composer:
 
     def _expanded(self, name: str, groups: Sequence[Override]) -> list[Layer]:
         try:
-            entries = create_defaults_list(self.repository, name, list(groups), prepend_hydra=False, skip_missing=False)
+            with warnings.catch_warnings():
+                # Hydra warns of a list without `_self_`, which stands at its end then, as everybody expects.
+                warnings.simplefilter("ignore", UserWarning)
+                entries = create_defaults_list(
+                    self.repository, name, list(groups), prepend_hydra=False, skip_missing=False
+                )
         except RecursionError as error:
             raise UserError(
                 f"{name}.yaml: its defaults list leads back to itself; rename the file or the entry"

@@ -179,6 +179,11 @@ def test_wrong_types_and_unknown_keys_name_key_value_and_file(project: Project, 
     assert "mine.yaml" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_defaults_list_without_self_ends_with_the_file_itself(project: Project) -> None:
+    assert project.load("defaults: [/qwen35_mimo]\nmodel: {seed: 77}\n").config.model.seed == 77
+
+
 @pytest.mark.parametrize(("written", "value"), [("'1e-4'", 1e-4), ("1", 1.0), ("1e-4", 1e-4)])
 def test_numbers_for_a_float(project: Project, written: str, value: float) -> None:
     assert project.load(BASE + f"model: {{lr: {written}}}").config.model.optimizer.lr == value
