@@ -275,16 +275,15 @@ def files_exist(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("data.media_root", data.media_root, "is no folder", "name the folder of images and videos")
 
 
-def exp_dir_can_be_a_folder(config: Config) -> Iterator[ConfigError]:
-    """No part of the experiment's path is a file."""
-    exp_dir = Path(config.experiment.exp_dir)
-    for place in (exp_dir, *exp_dir.parents):
-        if place.exists():
-            if not place.is_dir():
-                yield ConfigError(
-                    "experiment.exp_dir", str(exp_dir), f"{place} is a file, not a folder", "choose another"
-                )
-            return
+def written_folders_can_be_folders(config: Config) -> Iterator[ConfigError]:
+    """No part of a path that is written to is a file."""
+    folders = {"experiment.exp_dir": config.experiment.exp_dir, "data.cache_path": config.data.cache_path}
+    for home, folder in folders.items():
+        if folder is None:
+            continue
+        place = next((place for place in (Path(folder), *Path(folder).parents) if place.exists()), None)
+        if place is not None and not place.is_dir():
+            yield ConfigError(home, folder, f"{place} is a file, not a folder", "choose another")
 
 
 RULES: tuple[Rule, ...] = (
@@ -308,7 +307,7 @@ RULES: tuple[Rule, ...] = (
     files_exist,
     sources_are_complete,
     video_frames_are_ordered,
-    exp_dir_can_be_a_folder,
+    written_folders_can_be_folders,
     *EXPERT_RULES,
     *LAUNCH_RULES,
 )

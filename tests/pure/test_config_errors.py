@@ -77,6 +77,7 @@ RULES = [
     (["data.train_path=/proc/self/fdinfo"], ["is a folder without .tar or .parquet files"]),
     (["experiment.task.entrypoint=gone.py"], ["entrypoint", "gone.py", "is no file"]),
     (["experiment.exp_dir=/etc/hostname/x"], ["/etc/hostname is a file"]),
+    (["data.cache_path=/etc/hostname"], ["data.cache_path = '/etc/hostname'", "/etc/hostname is a file"]),
     (["experiment.runner.nnodes=2"], ["must be 1 for runner.type local"]),
     (["experiment.runner.master_port=70000"], ["at most 65535"]),
     (["experiment.runner.type=cloud"], ["must be one of local"]),
