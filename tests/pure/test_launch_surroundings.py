@@ -99,6 +99,7 @@ SURROUNDINGS = [
     ("ln -s exp exp", "", (2,), "cannot be written"),
     ("export LC_ALL=C PYTHONIOENCODING=ascii PYTHONUTF8=0 COLUMNS=x TERM=", "", (0,), ""),
     ("unset HOME", ">&-", (0,), ""),
+    ("", ">/dev/full", (2,), "the output cannot be written: No space left on device"),
     ("", "2>&- model.lr=x", (2,), ""),
     ("set -o pipefail", "| true", (0, 1, 128 + 13), ""),
 ]
