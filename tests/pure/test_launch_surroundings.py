@@ -93,6 +93,7 @@ def test_the_program_itself_ends_with_two_and_no_traceback(arguments: list[str],
 SURROUNDINGS = [
     ("mkdir gone && cd gone && rmdir ../gone", "", (2,), "the working folder no longer exists"),
     ("chmod 000 data", "", (2,), "data/samples.jsonl: Permission denied"),
+    ("touch e.py && chmod 000 e.py", "experiment.task.entrypoint=e.py", (2,), "e.py' (command line): may not be read"),
     ("mkdir -p exp && chmod 500 exp", "", (2,), "cannot be written (Permission denied)"),
     ("mkdir -p exp/run.json", "", (2,), "exp/run.json: Is a directory"),
     ("mkdir -p exp/plan.json", "", (2,), "cannot be written (Is a directory)"),
