@@ -42,6 +42,8 @@ RULES = [
      ["must divide num_layers 4", "use 2 or 4"]),
     (["model.global_batch_size=30"], ["micro_batch_size 2 x data parallel 2 = 4", "use 28 or 32"]),
     (["model.global_batch_size=3"], ["use 4"]),
+    (["model.global_batch_size=16000000000"], ["the 4000000000 microbatches", "at most 1000000"]),
+    (["experiment.runner.nproc_per_node=1000000000"], ["world size 1000000000", "at most 1000000"]),
     (["model.vision_micro_batch_size=1", "model.micro_batch_size=4"],
      ["(vision dp 4 x vision_micro_batch_size 1) / (language dp 2 x micro_batch_size 4) = 0.5",
       "use vision_micro_batch_size 2 (factor 1) or 4 (factor 2)"]),
