@@ -187,6 +187,8 @@ def test_a_folder_with_a_run_of_another_model(project: Project, capsys: pytest.C
     capsys.readouterr()
     message = refused(capsys, project.run("model.ffn_hidden_size=512"))
     assert "ffn_hidden_size 256 there and 512 here" in message
+    message = refused(capsys, project.run("model.mrope_section=[4,2,2]"))
+    assert "mrope_section [3, 3, 2] there and [4, 2, 2] here" in message, "tensors of the same shapes, read otherwise"
     (project.folder / "exp/config.yaml").write_text("[")
     assert "is no configuration of a run" in refused(capsys, project.run())
 
