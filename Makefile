@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 RUN := $(PY) run.py --config-name qwen35_mimo
 ARGS ?=
 
-.PHONY: help setup demo test test-ranks test-long bench-data bench-gpu lint clean
+.PHONY: help setup demo test test-long bench-data bench-gpu lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,11 +31,8 @@ demo: $(STAMP) ## train the small model on a CPU, from nothing to pictures; ARGS
 test: $(STAMP) ## run the tests; ARGS="..." goes to pytest
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
-test-ranks: $(STAMP) ## run the multi-rank tests, which `make test` does not hold yet; ARGS="..." goes to pytest
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/dist $(ARGS)
-
 test-long: $(STAMP) ## run the tests that take minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests tests/dist -m long $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m long $(ARGS)
 
 bench-data: $(STAMP) ## reading and decoding against a plain DataLoader at 2, 4 and 8 ranks; ARGS="--ranks 8"
 	$(PY) -m tools.bench.data $(ARGS)

@@ -8,6 +8,7 @@ Exit code: the job's; 2 for a mistake of the user, which is one message on stder
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ Train a vision-language model whose vision encoder and language model share rank
   action=dryrun   show and write the plan      action=query    state of a job
   action=test     a few iterations, thrown away
   action=explain key=model.seq_length          meaning of a key, and where it is set
+  action=explain key=model                     all keys of a section; without key=, the sections
 
   -m section.key=a,b,c   one run after another for every combination of the values, and a table at the end
 
@@ -48,10 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _refuse(["interrupted"], 128 + signal.SIGINT)
     except BrokenPipeError:
-        # `run.py ... | head`: nobody reads any more, and Python must not try to write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # `run.py ... | head`: nobody reads any more
         return 128 + signal.SIGPIPE
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            _drop_output()
+            return _refuse([f"the output cannot be written: {error.strerror}; make room, or send it elsewhere"])
         if error.filename is None:
             raise
         return _refuse([f"{error.filename}: {error.strerror}; correct the path, its permissions, or the disk"])
@@ -97,13 +101,11 @@ def _dispatch(loaded: Loaded, action: str) -> int:
     from flagscale.plan.build import checked_plan
     from flagscale.plan.notes import notes
     from flagscale.plan.report import show_plan
-    from flagscale.plan.save import save_run_files
     from flagscale.runner.render import torchrun_command
 
     plan = checked_plan(loaded, torchrun_command)
     show_plan(plan, notes(loaded, plan))
     if action == "dryrun":
-        save_run_files(plan)
         sys.stdout.write(preview(plan))
         return 0
     return dispatch(plan, action)
@@ -169,6 +171,11 @@ def _taken(overrides: list[str], name: str) -> tuple[str | None, list[str]]:
     """(value of `name=...` among the overrides, the others)."""
     values = [text.split("=", 1)[1] for text in overrides if text.startswith(f"{name}=")]
     return (values[-1] if values else None), [text for text in overrides if not text.startswith(f"{name}=")]
+
+
+def _drop_output() -> None:
+    """Python must not try to write the rest when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(messages: list[str], code: int = 2) -> int:

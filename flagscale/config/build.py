@@ -82,7 +82,7 @@ def checked(info: FieldInfo, value: Any) -> Any:
         if value is None:
             remedy = "remove the line to get the default" if not info.required else remedy
         raise ConfigError(
-            info.home, value, f"must be {type_name(info.annotation)}, not {type_name(type(value))}", remedy
+            info.home, value, f"must be {type_name(info.annotation)}, not {_what_it_is(value)}", remedy
         ) from error
     if info.choices and value not in info.choices:
         raise ConfigError(info.home, value, f"must be one of {', '.join(info.choices)}", "choose one of them")
@@ -126,6 +126,17 @@ def _finite(value: float | str) -> float:
     if not math.isfinite(number):
         raise TypeError
     return number
+
+
+def _what_it_is(value: Any) -> str:
+    """A value's type in words, finer where the type alone would be the one asked for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "one that is not finite"
+    if isinstance(value, float) and not value.is_integer():
+        return "a number with a fraction"
+    if isinstance(value, list) and value:
+        return f"a list with {' and '.join(dict.fromkeys(_what_it_is(item) for item in value))}"
+    return type_name(type(value))
 
 
 def type_name(annotation: Any) -> str:

@@ -6,6 +6,7 @@ moves to the one home of its key, and keeps where it was written for messages an
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ def settings_of(tree: Mapping[str, Any], source: str) -> dict[str, Setting]:
             continue
         setting = Setting(home=home, value=_at_home(value, path), written=written, source=source)
         other = settings.setdefault(home, setting)
-        if other.value != setting.value or type(other.value) is not type(setting.value):
+        # Compared with itself, nan would be two values.
+        if other is not setting and (other.value != setting.value or type(other.value) is not type(setting.value)):
             errors.append(given_twice(other, setting))
     raise_all(errors)
     return settings
@@ -64,8 +66,8 @@ def unknown_key(path: tuple[str, ...], value: Any, source: str) -> ConfigError:
         return ConfigError(
             ".".join(path), value, "is a section of keys, no key itself", "write its keys below it", source
         )
-    close = nearest(path)
-    remedy = f"nearest known keys: {', '.join(close)}" if close else "`run.py --help` says where all keys are listed"
+    close = nearest(path) or difflib.get_close_matches(".".join(path), ("defaults",))  # Hydra's own, in no schema
+    remedy = f"nearest known keys: {', '.join(close)}" if close else "`run.py action=explain key=model` lists a section"
     return ConfigError(".".join(path), value, "is no known key", remedy, source)
 
 

@@ -16,7 +16,7 @@ def explain(key: str | None, loaded: Loaded) -> str:
     Raises:
         UserError: no key given, or an unknown one.
     """
-    if key is None:
+    if not key:
         sections = ", ".join(dict.fromkeys(home.rsplit(".", 1)[0] for home in all_fields() if "." in home))
         raise UserError(f"action=explain: no key given; add key=NAME with a key or one of the sections {sections}")
     path = tuple(key.split("."))

@@ -7,6 +7,7 @@ merging is done key by key in `loading.py`, because two files may write one key 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flagscale.config.errors import UserError
 
-_LIKE_A_TIME = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_OTHER_BASES = {
+    60: re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"),  # YAML 1.1 takes `4:00:00` for 14400
+    8: re.compile(r"[-+]?0[0-7_]*[0-7]"),  # and `010` for 8
+}
 BASE = "qwen35_mimo"
 """Shipped configuration beneath a YAML file that has no defaults list of its own."""
 
@@ -78,6 +82,10 @@ class Composer:
         """Names of all groups of alternatives."""
         return sorted({path.name for place in self.folders for path in place.iterdir() if path.is_dir()})
 
+    def choices(self, group: str) -> list[str]:
+        """Names of the files of a group."""
+        return sorted({path.stem for place in self.folders for path in (place / group).glob("*.yaml")})
+
     def names(self) -> list[str]:
         """Configurations that --config-name can choose, the user's own first."""
         found = [path.stem for place in self.folders for path in sorted(place.glob("*.yaml"))]
@@ -108,7 +116,12 @@ class Composer:
 
     def _expanded(self, name: str, groups: Sequence[Override]) -> list[Layer]:
         try:
-            entries = create_defaults_list(self.repository, name, list(groups), prepend_hydra=False, skip_missing=False)
+            with warnings.catch_warnings():
+                # Hydra warns of a list without `_self_`, which stands at its end then, as everybody expects.
+                warnings.simplefilter("ignore", UserWarning)
+                entries = create_defaults_list(
+                    self.repository, name, list(groups), prepend_hydra=False, skip_missing=False
+                )
         except RecursionError as error:
             raise UserError(
                 f"{name}.yaml: its defaults list leads back to itself; rename the file or the entry"
@@ -150,16 +163,19 @@ class Composer:
         return loaded
 
     def _require_base_10(self, path: Path) -> None:
-        """No number is written like a time: YAML 1.1 takes `4:00:00` for 14400, whatever the unit of the key."""
+        """No number is written like a time or with a leading zero, which YAML 1.1 reads to another base."""
         text = path.read_text(encoding="utf-8-sig") if path.is_file() else ""
-        if not _LIKE_A_TIME.search(text):
+        if not any(form.search(text) for form in _OTHER_BASES.values()):
             return
         for event in yaml.parse(text):
-            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _LIKE_A_TIME.fullmatch(event.value):
-                raise UserError(
-                    f"{path}, line {event.start_mark.line + 1}: {event.value} is a number to the base of 60 in YAML; "
-                    "write one number in the unit of the key, or text in quotes"
-                )
+            if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0]:
+                continue
+            for base, form in _OTHER_BASES.items():
+                if form.fullmatch(event.value):
+                    raise UserError(
+                        f"{path}, line {event.start_mark.line + 1}: {event.value} is a number to the base of {base} in "
+                        "YAML; write one decimal number in the unit of the key, or text in quotes"
+                    )
 
     def _path(self, name: str) -> Path:
         file = f"{name.removesuffix('.yaml')}.yaml"

@@ -22,6 +22,7 @@ Settings = Callable[[dict[str, list[Setting]]], list[Setting]]
 def split_overrides(composer: Composer, overrides: Sequence[Override]) -> tuple[list[Override], Settings]:
     """(overrides that choose groups, a function from the files' settings to the settings of the other overrides)."""
     groups = [override for override in overrides if _chooses_group(composer, override)]
+    raise_all([_no_choice(composer, override) for override in groups if not _is_choice(override)])
     keys = [override for override in overrides if not _chooses_group(composer, override)]
     return groups, lambda history: _settings(keys, history, composer.groups())
 
@@ -30,6 +31,20 @@ def _chooses_group(composer: Composer, override: Override) -> bool:
     if override.package is not None or "/" in override.key_or_group:
         return True
     return not isinstance(override.value(), dict) and composer.is_group(override.key_or_group)
+
+
+def _is_choice(override: Override) -> bool:
+    return override.is_delete() or isinstance(override.value(), str | list)
+
+
+def _no_choice(composer: Composer, override: Override) -> UserError:
+    """The error for a group that is given a number or nothing where a name belongs, as in `runner=4`."""
+    name = override.key_or_group
+    if not name:
+        return UserError(f"command line {override.input_line!r}: names no key; write section.key=value")
+    choices = ", ".join(composer.choices(name))
+    remedy = f"choose one of {choices}" if choices else f"groups: {', '.join(composer.groups())}"
+    return UserError(f"command line {override.input_line!r}: a group takes the name of one of its files; {remedy}")
 
 
 def _settings(overrides: Sequence[Override], history: dict[str, list[Setting]], groups: Sequence[str]) -> list[Setting]:
@@ -46,7 +61,7 @@ def _settings(overrides: Sequence[Override], history: dict[str, list[Setting]], 
             continue
         for setting in _of_override(override, errors):
             other = found.setdefault(setting.home, setting)
-            if other.value != setting.value:
+            if other is not setting and other.value != setting.value:
                 errors.append(given_twice(other, setting))
             files = history.get(setting.home)
             if override.is_add() and files and files[-1].value != setting.value:

@@ -6,6 +6,7 @@ A rule takes the configuration and yields a `ConfigError` for each violation; th
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -250,11 +251,12 @@ def tokenizer_folder_is_given(config: Config) -> Iterator[ConfigError]:
 
 
 def files_exist(config: Config) -> Iterator[ConfigError]:
-    """Entrypoint and data are there; a folder of data holds Parquet or WebDataset files."""
+    """Entrypoint and data are there and can be read; a folder of data holds Parquet or WebDataset files."""
     entrypoint = config.experiment.task.entrypoint
     if not Path(entrypoint).is_file():
         kind = "is a folder, not a file" if Path(entrypoint).is_dir() else "is no file"
         yield ConfigError("experiment.task.entrypoint", entrypoint, kind, "name the script that trains")
+    yield from _unreadable("experiment.task.entrypoint", entrypoint)
     data = config.data
     paths = {"data.valid_path": data.valid_path}
     if data.sources:
@@ -263,7 +265,10 @@ def files_exist(config: Config) -> Iterator[ConfigError]:
     else:
         paths["data.train_path"] = data.train_path
     for home, path in paths.items():
-        if path is None or Path(path).is_file():
+        if path is None:
+            continue
+        yield from _unreadable(home, path)
+        if Path(path).is_file():
             continue
         if not Path(path).is_dir():
             yield ConfigError(
@@ -275,16 +280,20 @@ def files_exist(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("data.media_root", data.media_root, "is no folder", "name the folder of images and videos")
 
 
-def exp_dir_can_be_a_folder(config: Config) -> Iterator[ConfigError]:
-    """No part of the experiment's path is a file."""
-    exp_dir = Path(config.experiment.exp_dir)
-    for place in (exp_dir, *exp_dir.parents):
-        if place.exists():
-            if not place.is_dir():
-                yield ConfigError(
-                    "experiment.exp_dir", str(exp_dir), f"{place} is a file, not a folder", "choose another"
-                )
-            return
+def _unreadable(home: str, path: str) -> Iterator[ConfigError]:
+    if Path(path).exists() and not os.access(path, os.R_OK):
+        yield ConfigError(home, path, "may not be read by you", "change its permissions (chmod +r), or name another")
+
+
+def written_folders_can_be_folders(config: Config) -> Iterator[ConfigError]:
+    """No part of a path that is written to is a file."""
+    folders = {"experiment.exp_dir": config.experiment.exp_dir, "data.cache_path": config.data.cache_path}
+    for home, folder in folders.items():
+        if folder is None:
+            continue
+        place = next((place for place in (Path(folder), *Path(folder).parents) if place.exists()), None)
+        if place is not None and not place.is_dir():
+            yield ConfigError(home, folder, f"{place} is a file, not a folder", "choose another")
 
 
 RULES: tuple[Rule, ...] = (
@@ -308,7 +317,7 @@ RULES: tuple[Rule, ...] = (
     files_exist,
     sources_are_complete,
     video_frames_are_ordered,
-    exp_dir_can_be_a_folder,
+    written_folders_can_be_folders,
     *EXPERT_RULES,
     *LAUNCH_RULES,
 )

@@ -15,6 +15,7 @@ ARCHITECTURE = (
     "mtp_num_layers", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
     "vision_num_layers", "vision_hidden_size", "vision_ffn_hidden_size", "vision_num_attention_heads",
     "vision_patch_size", "vision_temporal_patch_size", "vision_spatial_merge_size", "vision_num_position_embeddings",
+    "rotary_base", "rotary_percent", "mrope_section", "vision_rotary_base",
 )  # fmt: skip
 """Keys of `model` that decide which tensors a checkpoint holds, and how they are read."""
 TRACES = ("checkpoints", "metrics.jsonl")

@@ -21,6 +21,7 @@ from flagscale.plan.previous import architecture_differences
 
 DegreeRule = Callable[[Config], Iterator[ConfigError]]
 GridRule = Callable[[Config, dict[str, Grid]], Iterator[ConfigError]]
+MOST_LISTED = 1_000_000
 
 
 def world_holds_language_replicas(config: Config) -> Iterator[ConfigError]:
@@ -184,6 +185,27 @@ def global_batch_is_whole(config: Config, modules: dict[str, Grid]) -> Iterator[
         )
 
 
+def plan_can_be_listed(config: Config, modules: dict[str, Grid]) -> Iterator[ConfigError]:
+    """The plan names every rank and macro batch; a few zeros too many would fill the memory before anything is said."""
+    world, model = world_size_of(config), config.model
+    microbatches = model.global_batch_size // (model.micro_batch_size * modules[LANGUAGE].dp)
+    if world > MOST_LISTED:
+        nproc = config.experiment.runner.nproc_per_node
+        yield ConfigError(
+            "experiment.runner.nproc_per_node",
+            nproc,
+            f"the world size {world} must be at most {MOST_LISTED}",
+            "use the processes that a machine has GPUs for",
+        )
+    if microbatches > MOST_LISTED:
+        yield ConfigError(
+            "model.global_batch_size",
+            model.global_batch_size,
+            f"the {microbatches} microbatches of a step must be at most {MOST_LISTED}",
+            "lower it, or raise micro_batch_size",
+        )
+
+
 def vit_batch_factor_is_whole(config: Config, modules: dict[str, Grid]) -> Iterator[ConfigError]:
     """A vision forward serves a whole number of language microbatches."""
     if layout_of(config) != "colocated":
@@ -220,7 +242,7 @@ DEGREE_RULES: tuple[DegreeRule, ...] = (
     exp_dir_holds_this_model,
     pretrained_weights_fit,
 )
-GRID_RULES: tuple[GridRule, ...] = (global_batch_is_whole, vit_batch_factor_is_whole)
+GRID_RULES: tuple[GridRule, ...] = (global_batch_is_whole, plan_can_be_listed, vit_batch_factor_is_whole)
 
 
 def world_errors(config: Config) -> list[ConfigError]:

@@ -13,7 +13,7 @@ from flagscale.plan.plan import ExperimentPlan
 from flagscale.plan.save import save_run_files
 from flagscale.runner import background, control, local, remote, render, sbatch, slurm
 from flagscale.runner.progress import Console
-from flagscale.runner.record import claim
+from flagscale.runner.record import claim, require_no_run
 from flagscale.runner.scripts import local_script, write_private
 
 TEST_ITERATIONS = 3
@@ -36,7 +36,15 @@ def dispatch(plan: ExperimentPlan, action: str, cwd: Path | None = None) -> int:
 
 
 def preview(plan: ExperimentPlan) -> str:
-    """What a run would hand to another program, for `action=dryrun`: Slurm's batch script, else nothing."""
+    """Write the plan for `action=dryrun`; returns what a run would hand to another program: Slurm's batch script.
+
+    Raises:
+        UserError: when a job is in the folder, which reads the plan again at a restart, or when it starts at last.
+    """
+    if plan.exp_dir.is_dir():  # saving says what is wrong with one that is none
+        require_no_run(plan.exp_dir)
+        slurm.require_no_job(plan.exp_dir)
+    save_run_files(plan)
     if plan.config.experiment.runner.type != "slurm":
         return ""
     return sbatch.batch_script(plan.config, plan.exp_dir)

@@ -110,7 +110,7 @@ def first_failure(logs: Path, *, since: float) -> Failure:
         traceback=last_traceback(text),
         log=link if link.exists() else log,
         cause=_signal_cause(code),
-        explanation=_explanation(f"rank {rank}", code, text, endings.get(rank), _json(ranks[rank] / PLACE)),
+        explanation=_explanation(f"rank {rank}", code, text, endings.get(rank, {}), _json(ranks[rank] / PLACE)),
     )
 
 

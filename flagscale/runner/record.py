@@ -82,6 +82,17 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def require_no_run(exp_dir: Path) -> None:
+    """Nothing of a recorded run lives in a folder.
+
+    Raises:
+        UserError: when a job runs there.
+    """
+    record = load_record(exp_dir)
+    if record is not None and record.is_alive:
+        raise _taken(exp_dir, f"process {record.launcher_pid}")
+
+
 @contextlib.contextmanager
 def claim(exp_dir: Path) -> Iterator[None]:
     """Hold a run's folder for one launcher at a time.
@@ -90,9 +101,7 @@ def claim(exp_dir: Path) -> Iterator[None]:
         UserError: when a job runs there already.
         ConfigError: when the folder cannot be written.
     """
-    record = load_record(exp_dir)
-    if record is not None and record.is_alive:
-        raise _taken(exp_dir, f"process {record.launcher_pid}")
+    require_no_run(exp_dir)
     with _opened_lock(exp_dir) as lock:
         try:
             # The kernel drops the lock when the launcher ends, so a stale file never blocks a run.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import CheckpointException
 
 from flagscale.config.errors import UserError
 
@@ -75,9 +76,12 @@ class Checkpoints:
         with torch.no_grad():  # the buffers loaded into are views of leaves
             try:
                 content = dist_checkpointing.load(_sharded_state(state, loading=True), str(checkpoint))
-            except (KeyError, dist_checkpointing.core.CheckpointingException) as error:
+            except (KeyError, dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
+                reason = misfit(error)
+                if reason is None:
+                    raise
                 raise UserError(
-                    f"{checkpoint}: does not fit the configured model ({error}). "
+                    f"{checkpoint}: does not fit the configured model ({reason}). "
                     "Choose another experiment.exp_dir, or the model configuration the checkpoint was saved with."
                 ) from error
             for name, module in state.raw.items():
@@ -91,6 +95,17 @@ class Checkpoints:
         if not self._folder.is_dir():
             return []
         return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def misfit(error: BaseException) -> BaseException | None:
+    """What says that a checkpoint is of another model, out of an error of loading; None when it has another cause.
+
+    torch collects the exceptions of all ranks in one of its own, which is no `Exception`; a tensor of another size
+    comes so.
+    """
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return error if isinstance(error, KeyError | dist_checkpointing.core.CheckpointingException) else None
 
 
 def _sharded_state(state: TrainState, *, loading: bool) -> dict[str, Any]:

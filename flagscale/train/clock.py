@@ -32,11 +32,13 @@ class PhaseClock:
         self._enter = enter
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds: dict[str, float] = {}
+        self._host_seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times its body, and names it in traces."""
         self._enter(name)
+        began = time.perf_counter()
         if self._on_gpu:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -44,8 +46,8 @@ class PhaseClock:
                 yield
             end.record()
             self._pending.append((name, start, end))
+            self._host_seconds[name] = self._host_seconds.get(name, 0.0) + time.perf_counter() - began
         else:
-            began = time.perf_counter()
             with record_function(MARK + name):
                 yield
             self._add(name, time.perf_counter() - began)
@@ -57,6 +59,12 @@ class PhaseClock:
             name, start, end = self._pending.pop(0)
             self._add(name, start.elapsed_time(end) / 1e3)
         taken, self._seconds = self._seconds, {}
+        return taken
+
+    def host_seconds(self) -> dict[str, float]:
+        """Seconds the host spent in each phase since the last call, on a GPU: launching, and waiting where launches may
+        run no further ahead; empty on a CPU."""
+        taken, self._host_seconds = self._host_seconds, {}
         return taken
 
     def _add(self, name: str, seconds: float) -> None:

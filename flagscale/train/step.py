@@ -30,7 +30,7 @@ from flagscale.train.vision import MacroEncoder, gather_pixels
 
 @dataclass(kw_only=True, slots=True)
 class StepReport:
-    """What an iteration did, the same on every rank except `phase_s`.
+    """What an iteration did, the same on every rank except `phase_s` and `host_s`.
 
     Attributes:
         loss_sums: [lm, mtp] token losses summed: of this rank before the optimizer step, of the world after it.
@@ -40,6 +40,7 @@ class StepReport:
         language_loads: cost of the samples of each language replica.
         num_tokens, num_computed, capacity: as in `MacroBatchSpec`, over the step.
         phase_s: seconds this rank spent in each phase; on a GPU the optimizer's are those of the iteration before.
+        host_s: on a GPU, seconds the host spent launching each phase.
     """
 
     loss_sums: torch.Tensor | None = None
@@ -53,6 +54,7 @@ class StepReport:
     num_computed: int = 0
     capacity: int = 0
     phase_s: dict[str, float] = field(default_factory=dict)
+    host_s: dict[str, float] = field(default_factory=dict)
 
     def count(self, macro: MacroBatch, exchange_bytes: int) -> None:
         """Adds one macro batch."""
@@ -102,7 +104,7 @@ class TrainStep:
                 self._state.scheduler.step(increment=1)
         *losses, balance = report.outcome.sums
         report.loss_sums, report.balance_sum = torch.tensor(losses), torch.tensor(balance)
-        report.phase_s = self._clock.seconds()
+        report.phase_s, report.host_s = self._clock.seconds(), self._clock.host_seconds()
         return report
 
     def accumulate(self, macro_batches: Iterable[MacroBatch], weights: LossWeights) -> StepReport:

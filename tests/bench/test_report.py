@@ -39,7 +39,7 @@ def test_table() -> None:
         measured("unified:tp1", "homogeneous", [4.0], losses={0: [4.0, 2.0]}),
         measured("f8", "colocated", [2.5], losses={0: [4.04, 2.0]}, memory_gib=50.0),
         measured("text", "text", [1.5], flops=6e15, vision_flops=0.0, visual_share=0.0),
-        measured("fsdp2:mb8", "peer", [10.0], phase_s=[{"forward_backward": 9.0}]),
+        measured("fsdp2:mb8", "peer", [10.0], phase_s=[{"forward_backward": 9.0}], host_s=[{"forward_backward": 0.3}]),
     ]
     context = Context(machine="a machine", world=2, peak=1e15, measured_peak=8e14)
     lines = report(results, context).splitlines()
@@ -52,5 +52,6 @@ def test_table() -> None:
     header = cells["ms a step"]
     assert header == ["data wait", "ViT fwd", "LLM", "fwd + bwd", "build s"]
     assert cells["unified"] == ["1.0", "1250", "2500", "0", "1"]
+    assert cells["fsdp2:mb8"] == ["1.0", "0 / 0", "0 / 0", "9000 / 300", "1"]
     assert "Visual tokens 50.0 %, ViT 25.0 % of the model FLOPs, 1000 tokens a step." in lines
     assert "A bf16 product of 8192^3 ran at 800 TFLOP/s on this GPU." in lines

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException
 
 from flagscale.config.build import build_config
 from flagscale.config.schema import Config
@@ -17,6 +20,7 @@ from flagscale.models.qwen35 import stored
 from flagscale.models.qwen35.hf_files import ShardWriter
 from flagscale.plan.pretrained import pretrained_weights_fit
 from flagscale.plan.safetensors import INDEX
+from flagscale.train.checkpoint import misfit
 from tests.checkpoint.helpers import DENSE, EXPERTS, write_hf, write_yaml
 from tools.checkpoint.convert import main
 
@@ -234,3 +238,13 @@ def test_weights_to_start_from_are_checked_before_a_process_starts(tmp_path: Pat
     truncate(good)
     (error,) = pretrained_weights_fit(config_with(good))
     assert "its header describes" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_misfit"), [(CheckpointingException("shape"), True), (KeyError("tensor"), True), (OSError(5), False)]
+)
+def test_what_torch_wraps_is_told_from_damage(cause: Exception, is_misfit: bool) -> None:
+    """A tensor of another size comes in torch's own exception, as a file that cannot be read does."""
+    wrapped = CheckpointException("load", {0: (cause, traceback.StackSummary())})
+    for error in (cause, wrapped):
+        assert misfit(error) is (cause if is_misfit else None)

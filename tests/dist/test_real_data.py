@@ -9,7 +9,7 @@ from pathlib import Path
 from flagscale.train.metrics import read_metrics
 from tests.data.helpers import sharegpt, write_jsonl
 from tests.dist.pool import run_ranks
-from tests.dist.test_training import close, losses, plan_of, train
+from tests.dist.test_training import HELD_OUT, close, losses, plan_of, train
 from tools.data import make_digits
 
 ITERATIONS, KILLED = 6, 4
@@ -49,7 +49,7 @@ def test_a_packed_mix_with_bad_samples_trains_and_resumes(tmp_path: Path) -> Non
     bad = [json.loads(line) for line in (tmp_path / "broken" / "bad_samples.jsonl").read_text().splitlines()]
     assert [(entry["source"], entry["line"]) for entry in bad] == [(str(texts), 8), (str(texts), 9)]
     evaluations = [line for line in read_metrics(tmp_path / "broken") if "eval_accuracy" in line]
-    assert evaluations[-1]["eval_samples"] == 297
+    assert evaluations[-1]["eval_samples"] == HELD_OUT
 
 
 def test_steps_of_the_demo_hardly_wait_for_data(tmp_path: Path) -> None:

@@ -37,9 +37,16 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+HELD_OUT = 32  # samples; every run ends with all of them, and whole runs here are a few iterations long
+
+
 def plan_of(digits: Path, exp_dir: Path, *overrides: str) -> ExperimentPlan:
-    """The plan of the default run in small."""
-    data = (f"data.train_path={digits}/train.jsonl", f"data.valid_path={digits}/valid.jsonl")
+    """The plan of the default run in small, with the first held-out samples of a digits data set."""
+    held_out = digits / "held_out.jsonl"
+    if not held_out.exists():
+        lines = (digits / "valid.jsonl").read_text().splitlines(keepends=True)
+        held_out.write_text("".join(lines[:HELD_OUT]))
+    data = (f"data.train_path={digits}/train.jsonl", f"data.valid_path={held_out}")
     loaded = load("qwen35_mimo", None, [*SMALL, *data, f"experiment.exp_dir={exp_dir}", *overrides])
     return checked_plan(loaded, torchrun_command)
 
@@ -140,7 +147,7 @@ def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
     evaluations = [line for line in lines if "eval_lm_loss" in line]
     assert {"iteration", "eval_lm_loss", "eval_mtp_1_loss", "eval_accuracy"} <= evaluations[0].keys()
     assert [line["iteration"] for line in evaluations] == [1, 2]
-    assert evaluations[-1]["eval_samples"] == 297  # the final validation covers the whole split
+    assert evaluations[-1]["eval_samples"] == HELD_OUT  # the final validation covers the whole split
     for name in ("losses.png", "answers.png"):
         assert (tmp_path / "run" / "plots" / name).read_bytes()[:4] == b"\x89PNG"
     assert dataclasses.replace(plan) == plan

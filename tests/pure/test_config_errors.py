@@ -8,6 +8,7 @@ import pytest
 
 from flagscale.config.loading import load
 from flagscale.run import main
+from tests.pure.test_runner_record import record
 from tests.pure.yaml_files import Project, project
 
 __all__ = ["project"]
@@ -41,6 +42,8 @@ RULES = [
      ["must divide num_layers 4", "use 2 or 4"]),
     (["model.global_batch_size=30"], ["micro_batch_size 2 x data parallel 2 = 4", "use 28 or 32"]),
     (["model.global_batch_size=3"], ["use 4"]),
+    (["model.global_batch_size=16000000000"], ["the 4000000000 microbatches", "at most 1000000"]),
+    (["experiment.runner.nproc_per_node=1000000000"], ["world size 1000000000", "at most 1000000"]),
     (["model.vision_micro_batch_size=1", "model.micro_batch_size=4"],
      ["(vision dp 4 x vision_micro_batch_size 1) / (language dp 2 x micro_batch_size 4) = 0.5",
       "use vision_micro_batch_size 2 (factor 1) or 4 (factor 2)"]),
@@ -76,6 +79,7 @@ RULES = [
     (["data.train_path=/proc/self/fdinfo"], ["is a folder without .tar or .parquet files"]),
     (["experiment.task.entrypoint=gone.py"], ["entrypoint", "gone.py", "is no file"]),
     (["experiment.exp_dir=/etc/hostname/x"], ["/etc/hostname is a file"]),
+    (["data.cache_path=/etc/hostname"], ["data.cache_path = '/etc/hostname'", "/etc/hostname is a file"]),
     (["experiment.runner.nnodes=2"], ["must be 1 for runner.type local"]),
     (["experiment.runner.master_port=70000"], ["at most 65535"]),
     (["experiment.runner.type=cloud"], ["must be one of local"]),
@@ -97,6 +101,10 @@ def test_a_broken_rule_is_refused(
 COMMAND_LINES = [
     (["modle=qwen35_tiny"], ["modle is no group and no key", "groups: data, model, optimizer, runner"]),
     (["model=qwen35_tinny"], ["Could not find 'model/qwen35_tinny'", "qwen35_tiny"]),
+    (["model=5"], ["'model=5'", "a group takes the name", "choose one of qwen35_0.8b"]),
+    (["a/b=5"], ["'a/b=5'", "groups: data, model"]),
+    (["runner=null"], ["choose one of local"]),
+    (["=5"], ["'=5'", "names no key"]),
     (["micro_batch_size=4"], ["model.micro_batch_size"]),
     (["model.micro_batch_sise=4"], ["model.micro_batch_size", "command line"]),
     (["experiment.micro_batch_size=4"], ["experiment.micro_batch_size", "no known key"]),
@@ -106,6 +114,7 @@ COMMAND_LINES = [
     (["model.mrope_section=[3,"], ["is no override"]),
     (["model.lr"], ["is no override"]),
     (["model.lr=1,2"], ["several values"]),
+    (["model.lr=nan"], ["model.optimizer.lr = nan", "not one that is not finite"]),
     (["key=model.lr"], ["action=explain"]),
     (["+extra=1"], ["extra is no group"]),
     (["hydra.run.dir=x"], ["hydra.run.dir", "no known key"]),
@@ -141,7 +150,8 @@ FILES = [
     (BASE + "model: {seed: '${model.seed}'}\n", ["model.seed", "cannot be resolved"]),
     (BASE + "model: {seed: '${broken'}\n", ["model.seed"]),
     (BASE + "experiment: {exp_name: '???'}\n", ["exp_name", "must be given"]),
-    (BASE + "1: 2\n", ["1 = 2", "no known key"]),
+    (BASE + "1: 2\n", ["1 = 2", "no known key", "action=explain key=model"]),
+    ("default: [/qwen35_mimo, _self_]\n", ["default = ", "nearest known keys: defaults"]),
 ]
 
 
@@ -177,13 +187,33 @@ def test_a_folder_with_a_run_of_another_model(project: Project, capsys: pytest.C
     capsys.readouterr()
     message = refused(capsys, project.run("model.ffn_hidden_size=512"))
     assert "ffn_hidden_size 256 there and 512 here" in message
+    message = refused(capsys, project.run("model.mrope_section=[4,2,2]"))
+    assert "mrope_section [3, 3, 2] there and [4, 2, 2] here" in message, "tensors of the same shapes, read otherwise"
     (project.folder / "exp/config.yaml").write_text("[")
     assert "is no configuration of a run" in refused(capsys, project.run())
+
+
+def test_a_dry_run_leaves_the_plan_of_a_running_job(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """A restart reads it again."""
+    project.write(BASE)
+    assert project.run() == 0
+    exp_dir = project.folder / "exp"
+    before = (exp_dir / "plan.json").read_text()
+    record().save(exp_dir)
+    assert "a job runs in this folder" in refused(capsys, project.run("model.seed=5"))
+    assert (exp_dir / "plan.json").read_text() == before
+    record(launcher_ticks=1).save(exp_dir)
+    assert project.run("model.seed=5") == 0, "it has ended"
 
 
 def test_a_folder_that_cannot_be_written(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     project.write(BASE)
     assert "cannot be written" in refused(capsys, project.run("experiment.exp_dir=/proc/nothing"))
+
+
+def test_a_section_is_explained_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["action=explain", "key=model"]) == 0
+    assert "model.seq_length: tokens of a sample" in capsys.readouterr().out
 
 
 def test_help_names_actions_and_leaves_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +234,8 @@ def test_explain_a_key(project: Project, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_explain_without_key_and_with_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no key given" in refused(capsys, main(["action=explain"]))
+    for nothing in ([], ["key="]):
+        assert "no key given" in refused(capsys, main(["action=explain", *nothing]))
     assert "model.seq_length" in refused(capsys, main(["action=explain", "key=model.seq_lenght"]))
 
 

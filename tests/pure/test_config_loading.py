@@ -159,14 +159,15 @@ def test_interpolations_name_keys_wherever_they_are_written(project: Project) ->
     [
         ("micro_batch_size: '2'", "model.micro_batch_size = '2' .*must be a whole number, not text"),
         ("micro_batch_size: true", "must be a whole number, not true or false"),
-        ("micro_batch_size: 2.5", "must be a whole number, not a number"),
+        ("micro_batch_size: 2.5", "must be a whole number, not a number with a fraction"),
         ("micro_batch_size: null", "must be a whole number, not null"),
         ("micro_batch_size: 0", "must be at least 1"),
         ("use_mimo: 1", "must be true or false, not a whole number"),
         ("vision_balance: planet", "must be one of none, replica, node, world"),
-        ("mrope_section: [a]", "must be a list of whole numbers"),
+        ("mrope_section: [3, a]", "must be a list of whole numbers, not a list with a whole number and text"),
         ("mrope_section: 3", "must be a list of whole numbers, not a whole number"),
-        ("lr: .inf", "must be a number"),
+        ("lr: .inf", "must be a number, not one that is not finite"),
+        ("lr: .nan", "must be a number, not one that is not finite"),
         ("lr: many", "must be a number, not text"),
         ("optimizer: adam", "is a section of keys"),
         ("micro_batch_siez: 2", "model.micro_batch_siez.*no known key.*model.micro_batch_size"),
@@ -176,6 +177,11 @@ def test_wrong_types_and_unknown_keys_name_key_value_and_file(project: Project, 
     with pytest.raises(ConfigError, match=message) as caught:
         project.load(BASE + "model: {" + written + "}\n")
     assert "mine.yaml" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_defaults_list_without_self_ends_with_the_file_itself(project: Project) -> None:
+    assert project.load("defaults: [/qwen35_mimo]\nmodel: {seed: 77}\n").config.model.seed == 77
 
 
 @pytest.mark.parametrize(("written", "value"), [("'1e-4'", 1e-4), ("1", 1.0), ("1e-4", 1e-4)])

@@ -222,6 +222,7 @@ def test_broken_runner_settings_are_refused(
 FILES = [
     ("experiment: {runner: {slurm: {time_limit: 4:00:00}}}", ["line 2", "4:00:00 is a number to the base of 60"]),
     ("experiment: {runner: {slurm: {options: [--a=b, 1:30]}}}", ["line 2", "1:30 is a number to the base of 60"]),
+    ("model: {seed: 010}", ["line 2", "010 is a number to the base of 8"]),
     ("model: &a {seed: *a}", ["an alias stands inside what it names"]),
     ("model: {seed: !!python/object/apply:os.system ['true']}", ["line 2", "could not determine a constructor"]),
     ("---\nmodel: {seed: 1}", ["another document"]),

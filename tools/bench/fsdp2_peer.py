@@ -70,7 +70,7 @@ class PeerStep:
         """One step over a global batch. Collective over the world.
 
         Returns:
-            A report without an outcome: `loss_sums` of the world (no MTP), `loads`, `phase_s`.
+            A report without an outcome: `loss_sums` of the world (no MTP), `loads`, `phase_s`, `host_s`.
         """
         report = StepReport()
         total = torch.zeros(2, device=self._device)
@@ -89,7 +89,7 @@ class PeerStep:
             self._optimizer.step()
         dist.all_reduce(total)
         report.loss_sums = total.cpu()
-        report.phase_s = self._clock.seconds()
+        report.phase_s, report.host_s = self._clock.seconds(), self._clock.host_seconds()
         return report
 
     def loss_sum(self, macro: MacroBatch) -> torch.Tensor:
@@ -124,9 +124,7 @@ def _build(plan: ExperimentPlan, platform: Platform, settings: Settings) -> Any:
     attention = "flash_attention_2" if platform.is_cuda and importlib.util.find_spec("flash_attn") else "sdpa"
     config = Qwen3_5Config.from_dict(hf_config_tree(model_keys))
     with platform.device:
-        model = Qwen3_5ForConditionalGeneration._from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        )
+        model = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation=attention, dtype=torch.float32)
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = init_device_mesh(platform.device.type, (plan.world_size,))

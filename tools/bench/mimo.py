@@ -109,6 +109,7 @@ class Bench:
         finally:
             data.close()
             if state:
+                state.finish_gathers()  # a gather nobody waits for keeps its parameters alive
                 state.topology.destroy()
 
     def _step(
@@ -126,6 +127,7 @@ class Bench:
         if index >= self._options.warm_up:
             measured.round_s[-1].append(seconds)
             measured.phase_s.append(found.phase_s)
+            measured.host_s.append(found.host_s)
             measured.load_max_over_mean.append(max_over_mean(found.loads))
             measured.data_wait_s.append(data.wait_s - waited)
 

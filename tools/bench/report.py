@@ -20,6 +20,7 @@ class Measured:
         layout: in words.
         kind: `homogeneous`, `colocated`, `text` or `peer`.
         round_s: step times of each round.
+        host_s: of each timed step, seconds the host took to launch a phase; empty on a CPU.
         flops, vision_flops, num_tokens, visual_share: of the step after the warm-up.
         memory_gib: of the fullest rank, 0 where unknown.
     """
@@ -30,6 +31,7 @@ class Measured:
     round_s: list[list[float]] = field(default_factory=list)
     build_s: list[float] = field(default_factory=list)
     phase_s: list[dict[str, float]] = field(default_factory=list)
+    host_s: list[dict[str, float]] = field(default_factory=list)
     losses: dict[int, list[float]] = field(default_factory=dict)
     load_max_over_mean: list[float] = field(default_factory=list)
     data_wait_s: list[float] = field(default_factory=list)
@@ -113,11 +115,16 @@ def _table(results: Sequence[Measured], context: Context) -> list[str]:
 
 
 def _phases(results: Sequence[Measured]) -> list[str]:
-    """Milliseconds of each phase on rank 0, medians over the timed steps."""
+    """Milliseconds of each phase on rank 0, medians over the timed steps; on a GPU also the host's, after a stroke."""
     seen = [name for name in PHASES if any(name in phases for m in results for phases in m.phase_s)]
 
     def phase(name: str) -> Callable[[Measured], str]:
-        return lambda m: f"{1e3 * statistics.median(phases.get(name, 0.0) for phases in m.phase_s):.4g}"
+        def text(m: Measured) -> str:
+            spans = [m.phase_s, m.host_s] if any(m.host_s) else [m.phase_s]
+            medians = [statistics.median(phases.get(name, 0.0) for phases in span) for span in spans]
+            return " / ".join(f"{1e3 * seconds:.4g}" for seconds in medians)
+
+        return text
 
     columns: dict[str, Callable[[Measured], str]] = {
         "ms a step": lambda m: m.name,
