@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from flagscale.config.loading import load
 from flagscale.plan.build import checked_plan
 from flagscale.runner.render import torchrun_command

@@ -154,7 +154,8 @@ def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
 
 
 def test_mfu_is_the_share_of_the_peak_that_is_given(digits: Path, tmp_path: Path) -> None:
-    plan = plan_of(digits, tmp_path / "run", "model.train_iters=1", "system.peak_tflops=0.5", "model.eval_interval=null")
+    keys = ("model.train_iters=1", "system.peak_tflops=0.5", "model.eval_interval=null")
+    plan = plan_of(digits, tmp_path / "run", *keys)
     run_ranks(4, train, plan)
     line = read_metrics(tmp_path / "run")[0]
     assert line["mfu"] == pytest.approx(line["tflops_per_gpu"] / 0.5)
