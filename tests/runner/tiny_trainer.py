@@ -23,6 +23,12 @@ if mode == "wait_if_4":
 if mode == "wait_once":
     mode = "" if "SLURM_RESTART_COUNT" in os.environ else "wait"
 
+# Not by TORCHELASTIC_RESTART_COUNT, which a host counts for itself. All ranks of a start agree, since they look before
+# they write their process ids, and rank 1 waits for all ids before it sets the mark.
+raised = plan_path.parent / "raised"
+if mode == "raise_once":
+    mode = "" if raised.exists() else "raise"
+
 if mode == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (plan_path.parent / f"rank{rank}.pid").write_text(str(os.getpid()))
@@ -32,13 +38,11 @@ if rank == 0:
     with (plan_path.parent / "metrics.jsonl").open("a") as metrics:
         for iteration in range(1, plan["config"]["model"]["train_iters"] + 1):
             metrics.write(json.dumps({"iteration": iteration, "lm_loss": 1.0, "iteration_time_s": 0.01}) + "\n")
-if mode == "raise_once":
-    # Not by TORCHELASTIC_RESTART_COUNT, which a host counts for itself.
-    raised = plan_path.parent / "raised"
-    mode = "" if raised.exists() else "raise"
-    if rank == 1:
-        raised.touch()
 if mode == "raise" and rank == 1:
+    ids = [plan_path.parent / f"rank{other}.pid" for other in range(int(os.environ["WORLD_SIZE"]))]
+    while not all(path.exists() for path in ids):
+        time.sleep(0.05)
+    raised.touch()
     raise ValueError("the loss is nan")
 if mode in ("raise", "hang", "wait"):
     time.sleep(300)
