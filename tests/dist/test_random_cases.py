@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flagscale.config.schema import OptimizerConfig
@@ -148,11 +150,39 @@ def act(plan: ExperimentPlan, case: Case) -> list[Any]:
     return found if dist.get_rank() == 0 else []
 
 
-def same(found: Any, expected: Any, label: str) -> None:
-    """Results of one action within rounding."""
-    if isinstance(expected, dict):
+def moved_by_rounding(plan: ExperimentPlan, case: Case, n: int) -> dict[str, float]:
+    """How far rounding moves each gradient of the single process, by name: the largest of three draws in which every
+    weight is off by 3e-7 of itself, which is what the rows of an encoder at two tensor parallel sizes differ by."""
+    state = dataclasses.replace(_built["state"], plan=plan)
+    weights = [parameter for module in state.raw.values() for parameter in module.parameters()]
+    kept = [weight.detach().clone() for weight in weights]
+    plain, largest = accumulated(state, case.samples, n), {}
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight, value in zip(weights, kept, strict=True):
+                weight.copy_(value * (1 + 3e-7 * torch.randn(value.shape, generator=generator)))
+        for name, gradient in accumulated(state, case.samples, n).items():
+            largest[name] = max(largest.get(name, 0.0), (gradient - plain[name]).norm().item())
+    with torch.no_grad():
+        for weight, value in zip(weights, kept, strict=True):
+            weight.copy_(value)
+    return largest
+
+
+def same_gradients(found: Any, expected: Any, label: str, moved: Callable[[], dict[str, float]]) -> None:
+    """Gradients within the bound of `compare`. Among a thousand draws some lie where a gradient turns sharply: there,
+    and only there, within three times what rounding of the weights does in one process, and never over 1e-3."""
+    try:
         compare(found, expected, label)
-    elif isinstance(expected, tuple):
+    except AssertionError:
+        slack = {name: min(3 * error, 1e-3 * expected[name].norm().item()) for name, error in moved().items()}
+        compare(found, expected, label, slack)
+
+
+def same(found: Any, expected: Any, label: str) -> None:
+    """Results of a step or a validation within rounding."""
+    if isinstance(expected, tuple):
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-4, abs=1e-6), label
     else:
@@ -187,8 +217,12 @@ def run_group(reference: Pool, seed: int, cases: int, timeout: float = LIMIT) ->
             except AssertionError as error:
                 raise AssertionError(f"{label}\n{error}") from error
             alone = single_process(group, case.batch["global_batch_size"])
-            for result, expected in zip(found, one(act, alone, case)[0], strict=True):
-                same(result, expected, label)
+            for n, (result, expected) in enumerate(zip(found, one(act, alone, case)[0], strict=True)):
+                if isinstance(expected, dict):
+                    moved = partial(one, moved_by_rounding, alone, case, n)
+                    same_gradients(result, expected, label, lambda moved=moved: moved()[0])
+                else:
+                    same(result, expected, label)
         many(destroy)
         one(destroy)
 
