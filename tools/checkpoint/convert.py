@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -142,6 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}; correct the path, its permissions, or the disk\n")
+        return 2
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -157,8 +163,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "hf-to-mcore":
         print(hf_to_mcore(model, arguments.hf, arguments.out, cast))
     else:
-        shard_bytes = int(arguments.shard_size * GIB)
-        print(mcore_to_hf(model, arguments.mcore, arguments.out, arguments.hf, cast, shard_bytes))
+        shard_bytes = arguments.shard_size * GIB
+        if not 0 < shard_bytes < math.inf:
+            raise UserError(f"--shard-size {arguments.shard_size}: must be a number above 0; use 5")
+        print(mcore_to_hf(model, arguments.mcore, arguments.out, arguments.hf, cast, int(shard_bytes)))
     return 0
 
 
@@ -203,14 +211,16 @@ def _new_folder(target: Path, needed: int) -> Iterator[Path]:
     Raises:
         UserError: the name is taken, or the disk is too small or fails.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"--out {target}: exists and is not empty; choose another folder or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise UserError(f"--out {target}: needs {needed / GIB:.1f} GiB, the disk has {free / GIB:.1f} GiB free")
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
+    above: list[Path] = []  # folders that are made for this one, the innermost first
     try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"--out {target}: exists and is not empty; choose another folder or remove it")
+        above = [folder for folder in target.parents if not folder.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < needed:
+            raise UserError(f"--out {target}: needs {needed / GIB:.1f} GiB, the disk has {free / GIB:.1f} GiB free")
         partial.mkdir()
         yield partial
         if target.exists():
@@ -220,6 +230,9 @@ def _new_folder(target: Path, needed: int) -> Iterator[Path]:
         raise UserError(f"--out {target}: {error.strerror or error}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for folder in above:
+            with suppress(OSError):  # it holds the finished one
+                folder.rmdir()
 
 
 @contextmanager
