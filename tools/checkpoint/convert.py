@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -36,7 +37,7 @@ from flagscale.config.schema import ModelConfig
 from flagscale.models.qwen35.canonical import canonical_shapes
 from flagscale.models.qwen35.hf_files import PACKED, HFWeights, ShardWriter, stored_form
 from flagscale.models.qwen35.stored import check_stored, stored_parameters
-from flagscale.plan.hf_config import check_hf_config, hf_config_tree
+from flagscale.plan.hf_config import check_hf_config, hf_config_tree, read_hf_config
 from flagscale.plan.previous import ARCHITECTURE
 from flagscale.plan.safetensors import INDEX, is_hf_folder, read_entries
 from flagscale.train.pretrained import checkpoint_sizes
@@ -277,10 +278,26 @@ def _write_other_files(folder: Path, model: ModelConfig, original: Path | None, 
     for path in sorted(original.iterdir()) if original is not None else []:
         if path.is_file() and path.suffix not in WEIGHT_FILES and path.name != INDEX:
             shutil.copyfile(path, folder / path.name)
+    most = _short(max(set(dtypes.values()), key=list(dtypes.values()).count))
     if original is None:
-        most = max(set(dtypes.values()), key=list(dtypes.values()).count)
-        tree = {**hf_config_tree(model), "dtype": _short(most)}
-        (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        tree = {**hf_config_tree(model), "dtype": most}
+    else:
+        copied = read_hf_config(original)
+        tree = _with_dtype(copied, most)
+        if tree == copied:
+            return
+    (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """`config.json` with another dtype where it states one: `from_pretrained` rounds the weights to what it finds."""
+    changed = dict(tree)
+    for key, value in tree.items():
+        if key in ("dtype", "torch_dtype") and value is not None:
+            changed[key] = dtype
+        elif key in ("text_config", "vision_config") and isinstance(value, dict):
+            changed[key] = _with_dtype(value, dtype)
+    return changed
 
 
 def _bytes(model: ModelConfig, dtypes: dict[str, torch.dtype]) -> int:
