@@ -167,7 +167,7 @@ def encode_chat(record: Record, shapes: Sequence[Shape], tokenizer: Tokenizer, m
         merge_size: patches a side that make one token.
 
     Raises:
-        SampleError: when the tokenizer cannot represent a text.
+        SampleError: when the tokenizer cannot represent a text, or its chat template adds placeholders of its own.
     """
     if len(shapes) != len(record.media):
         raise SampleError(f"has {len(record.media)} media but {len(shapes)} sizes are known; rebuild the index")
@@ -178,6 +178,13 @@ def encode_chat(record: Record, shapes: Sequence[Shape], tokenizer: Tokenizer, m
         for turn in record.turns:
             _write_turn(writer, turn)
     tokens_T, is_target_T = np.asarray(writer.tokens, dtype=np.int64), np.asarray(writer.targets, dtype=bool)
+    placeholders = int(np.isin(tokens_T, (tokenizer.special.image, tokenizer.special.video)).sum())
+    features = sum(item.num_tokens(merge_size) for item in writer.placements)
+    if placeholders != features:
+        raise SampleError(
+            f"has {placeholders} placeholders for {features} visual features after the tokenizer's chat template; "
+            "correct the template, which must write one for each medium"
+        )
     return EncodedSample(tokens_T, is_target_T, tuple(writer.placements))
 
 

@@ -113,9 +113,10 @@ class HFTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
+            # Code in the folder is refused; without the answer here transformers asks on the terminal, and waits.
+            return AutoTokenizer.from_pretrained(str(self._path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # damaged files fail in any way
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"data.tokenizer.path={str(self._path)!r}: not a readable tokenizer ({reason}); "
                 "the folder needs tokenizer.json or vocab.json with merges.txt, and tokenizer_config.json"

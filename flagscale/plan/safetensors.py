@@ -7,6 +7,7 @@ Format: 8 bytes with the header's length (little endian), a JSON header {name: {
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     if (folder / INDEX).is_file():
         expected = _read_index(folder / INDEX)
         files = sorted(set(expected.values()))
-        missing = [file for file in files if not (folder / file).is_file()]
+        missing = [file for file in files if not os.path.isfile(folder / file)]  # Path's raises for too long a name
         if missing:
             raise UserError(f"{folder / INDEX}: the folder lacks {', '.join(missing)}; copy what is missing")
     elif (folder / SINGLE).is_file():
@@ -65,9 +66,9 @@ def read_entries(folder: Path) -> dict[str, Entry]:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         names: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        return {str(name): str(file) for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is no index of safetensors files ({error!r}); copy it again") from error
-    return {str(name): str(file) for name, file in names.items()}
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
@@ -79,9 +80,12 @@ def _read_header(path: Path) -> dict[str, Entry]:
     try:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
-        entries = {name: Entry(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = {
+            name: Entry(path, str(entry["dtype"]), tuple(int(side) for side in entry["shape"]))
+            for name, entry in header.items()
+        }
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is no whole safetensors file (its header cannot be read); copy it again") from error
     if size != 8 + length + end:
         raise UserError(f"{path}: has {size} bytes, its header describes {8 + length + end}; copy it again")

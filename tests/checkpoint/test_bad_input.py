@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,52 @@ def without_mtp(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
+def index_of_a_list(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": [GATE]}))
+
+
+def index_with_an_absent_file(folder: Path) -> None:
+    """Under a name that no file system takes."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**weight_map, GATE: "absent" * 50}}))
+
+
+def rewrite_header(folder: Path, change: dict[str, Any]) -> None:
+    """Changes the entry of a tensor in the header of its file."""
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"][GATE]
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header[GATE].update(change)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def no_offsets(folder: Path) -> None:
+    rewrite_header(folder, {"data_offsets": []})
+
+
+def offsets_of_text(folder: Path) -> None:
+    rewrite_header(folder, {"data_offsets": ["first", "last"]})
+
+
+def sides_of_text(folder: Path) -> None:
+    rewrite_header(folder, {"shape": ["wide"]})
+
+
+def unknown_dtype(folder: Path) -> None:
+    rewrite_header(folder, {"dtype": "F7"})
+
+
+def unknown_kind_of_dtype(folder: Path) -> None:
+    rewrite_header(folder, {"dtype": ["F32"]})
+
+
+def empty_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
 DAMAGE: dict[Callable[[Path], None], tuple[str, ...]] = {
     truncate: ("model-00002-of", "bytes, its header describes"),
     cut_header: ("model-00002-of", "header cannot be read"),
@@ -94,6 +141,14 @@ DAMAGE: dict[Callable[[Path], None], tuple[str, ...]] = {
     other_shape: (GATE, "(80, 64)", "(96, 64)"),
     quantised: (GATE, "F8_E4M3"),
     unexpected: ("has unexpected 1 (model.extra.weight)",),
+    index_of_a_list: (INDEX, "is no index of safetensors files"),
+    index_with_an_absent_file: (INDEX, "lacks absentabsent"),
+    no_offsets: (".safetensors", "header cannot be read"),
+    offsets_of_text: (".safetensors", "header cannot be read"),
+    sides_of_text: (".safetensors", "header cannot be read"),
+    unknown_dtype: (GATE, "of dtype F7"),
+    unknown_kind_of_dtype: (GATE, "of dtype ['F32']"),
+    empty_folder: ("config.json", "No such file"),
     without_mtp: ("lacks", "mtp.fc.weight", "model.mtp_num_layers to 0"),
 }
 
@@ -140,6 +195,57 @@ def test_an_output_folder_with_weights_is_left_alone(tmp_path: Path, capsys: pyt
     message = refused(capsys, main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(out)]))
     assert "exists and is not empty" in message
     assert (out / "model.safetensors").read_text() == "precious"
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Below a file, under a name too long, in a folder that may not be written; those above it are not left either."""
+    hf, config = tmp_path / "hf", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    reasons = {
+        tmp_path / "run.yaml/out": "File exists",
+        tmp_path / "run.yaml/a/out": "Not a directory",
+        tmp_path / ("long" * 100): "File name too long",
+        tmp_path / "new/a/out": "Permission denied",
+    }
+    make = Path.mkdir
+
+    def refuses(path: Path, *args: Any, **keys: Any) -> None:
+        if path.name.startswith(".partial-"):
+            raise PermissionError(13, "Permission denied", str(path))
+        make(path, *args, **keys)
+
+    monkeypatch.setattr(Path, "mkdir", refuses)
+    for out, reason in reasons.items():
+        message = refused(capsys, main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(out)]))
+        assert f"--out {out}: {reason}" in message
+        assert {path.name for path in tmp_path.iterdir()} == {"hf", "run.yaml"}
+
+
+def test_a_file_without_permission_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, config = tmp_path / "hf", write_yaml(tmp_path, DENSE)
+    write_hf(hf, DENSE)
+    read = Path.read_text
+
+    def refuses(path: Path, *args: Any, **keys: Any) -> str:
+        if path.name == INDEX:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **keys)
+
+    monkeypatch.setattr(Path, "read_text", refuses)
+    message = refused(capsys, main(["hf-to-mcore", *config, "--hf", str(hf), "--out", str(tmp_path / "out")]))
+    assert f"{hf / INDEX}: Permission denied" in message
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "1e300"])
+def test_a_shard_size_that_is_none_is_refused(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = write_yaml(tmp_path, DENSE), tmp_path / "out"
+    command = ["mcore-to-hf", *config, "--mcore", str(tmp_path), "--out", str(out), f"--shard-size={size}"]
+    assert "--shard-size" in refused(capsys, main(command))
+    assert not out.exists()
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -55,6 +56,29 @@ def test_from_pretrained_takes_an_export(kind: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "copied")
     assert tokenizer.encode("<|im_end|>") == AutoTokenizer.from_pretrained(hf).encode("<|im_end|>")
     assert AutoImageProcessor.from_pretrained(tmp_path / "copied").patch_size == 16
+
+
+def test_the_copied_configuration_states_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    """A run without bf16 saves fp32; under the release's bfloat16 `from_pretrained` would round what was trained."""
+    model, hf, mcore = MODELS["dense"], tmp_path / "hf", tmp_path / "mcore"
+    config = write_yaml(tmp_path, model)
+    write_hf(hf, model)
+    tree = json.loads((hf / "config.json").read_text())
+    tree.update(dtype="bfloat16", more="kept")
+    tree["text_config"].update(dtype="bfloat16", mamba_ssm_dtype="float32")
+    (hf / "config.json").write_text(json.dumps(tree))
+    commands = ["hf-to-mcore", *config, "--hf", str(hf), "--out", str(mcore)]
+    assert main(commands) == 0
+    same, wide = tmp_path / "same", tmp_path / "wide"
+    export = ["mcore-to-hf", *config, "--mcore", str(mcore), "--hf", str(hf)]
+    assert main([*export, "--out", str(same)]) == 0
+    assert (same / "config.json").read_bytes() == (hf / "config.json").read_bytes()
+    assert main([*export, "--out", str(wide), "--dtype", "float32"]) == 0
+    changed = json.loads((wide / "config.json").read_text())
+    tree["text_config"]["dtype"] = "float32"
+    assert changed == {**tree, "dtype": "float32"}
+    loaded = transformers_model("dense").from_pretrained(wide).state_dict()
+    assert {value.dtype for value in loaded.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["untied", "experts"])

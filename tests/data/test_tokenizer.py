@@ -52,6 +52,27 @@ def test_ids_that_differ_from_the_model_are_refused_with_both(tmp_path: Path) ->
         load_tokenizer(config, make_config(tmp_path, model={**keys, "image_token_id": 5}).model)
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", '{"version": '),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("special_tokens_map.json", "[]"),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'),
+    ],
+)
+def test_damaged_files_and_code_are_refused(
+    file: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever transformers makes of them; it does not ask whether to run what lies there."""
+    folder = save_tokenizer(tmp_path, list(SPECIAL_TEXTS.values()))
+    (folder / file).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"data\.tokenizer\.path=.*not a readable tokenizer \(.+\)"):
+        HFTokenizer(folder)
+    assert "[y/N]" not in capsys.readouterr().out
+
+
 def test_folders_that_hold_no_fitting_tokenizer(tmp_path: Path) -> None:
     model = make_config(tmp_path).model
     with pytest.raises(UserError, match="needs the folder"):

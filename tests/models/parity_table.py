@@ -35,7 +35,7 @@ Small random models with every part of the real ones, fp32 on a CPU, the same we
 {version}; torch {torch}. The largest differences: absolute for visual rows, logits and token losses; relative to each
 parameter's own gradient for gradients. Losses and gradients include multi-token prediction (not with left padding),
 whose reference is written from its formula with transformers' own layer, because transformers drops these weights.
-Pipeline stages return no logits. The layouts run with a batch of unequal images.
+The layouts run with a batch of unequal images.
 
 """
 COLUMNS = ("visual rows", "logits", "loss", "MTP loss", "gradients", "A_log, dt_bias")

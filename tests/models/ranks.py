@@ -72,7 +72,7 @@ def full_step(
         lengths: of samples packed into the batch's one row.
 
     Returns:
-        rows, logits (without pipeline), losses (last stage), balance (summed over layers and samples) and gradients by
+        rows, logits and losses (last stage), balance (summed over layers and samples) and gradients by
         Hugging Face name, as this rank has them.
     """
     with built(model, layout, weights) as (language, vision, topology):
@@ -90,10 +90,7 @@ def full_step(
                 dist.all_reduce(param.grad, group=module.tp_group)
             _complete_expert_gradients(module, groups[LANGUAGE])
             gradients.update(gather_canonical(module, model, "grad"))
-        logits = None
-        if layout["pp"] == 1:
-            with torch.no_grad():
-                logits = language(batch.input_ids_BS, batch.position_ids_3BS, None, visual, packed, _mask(batch))
+        logits = _logits(language, batch, visual, packed)
         found = {"rows": rows_VD.detach(), "logits": logits, "losses": losses, "gradients": gradients}
         return {**found, "balance": float(language.take_balance())}
 
@@ -125,16 +122,8 @@ def _language_step(
     language: LanguageModel, batch: Batch, visual: VisualRows, packed: PackedSequences | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Forward and backward over the pipeline stages, one microbatch, by hand."""
-    pipeline = language.pp_group
-    stages = dist.get_process_group_ranks(pipeline)
-    before, after = (stages[(pipeline.rank() + step) % len(stages)] for step in (-1, 1))
-    leaf = None
-    if not language.pre_process:
-        ranks = language.tp_group.size() if language.config.sequence_parallel else 1
-        size, length = batch.input_ids_BS.shape
-        leaf = torch.empty(length // ranks, size, language.config.hidden_size)
-        dist.recv(leaf, before)
-        language.set_input_tensor(leaf.requires_grad_())
+    before, after = _neighbours(language)
+    leaf = _received(language, batch)
     num_tokens = tuple(batch.attention_mask_BS.sum(1).tolist()) if packed is None else packed.lengths
     out = language(
         batch.input_ids_BS, batch.position_ids_3BS, batch.labels_BS, visual, packed, _mask(batch), num_tokens=num_tokens
@@ -155,6 +144,37 @@ def _language_step(
     if leaf is not None:
         dist.send(leaf.grad, before)
     return losses
+
+
+def _logits(language: LanguageModel, batch: Batch, visual: VisualRows, packed: PackedSequences | None) -> Tensor | None:
+    """Forward alone over the pipeline stages; the last one's logits."""
+    with torch.no_grad():
+        _received(language, batch)
+        out = language(batch.input_ids_BS, batch.position_ids_3BS, None, visual, packed, _mask(batch))
+        if language.post_process:
+            return out
+        dist.send(out, _neighbours(language)[1])
+        return None
+
+
+def _neighbours(language: LanguageModel) -> tuple[int, int]:
+    """Ranks of the stages before and after this one."""
+    pipeline = language.pp_group
+    stages = dist.get_process_group_ranks(pipeline)
+    before, after = (stages[(pipeline.rank() + step) % len(stages)] for step in (-1, 1))
+    return before, after
+
+
+def _received(language: LanguageModel, batch: Batch) -> Tensor | None:
+    """What the stage before sends, set as this one's input; None on the first."""
+    if language.pre_process:
+        return None
+    ranks = language.tp_group.size() if language.config.sequence_parallel else 1
+    size, length = batch.input_ids_BS.shape
+    leaf = torch.empty(length // ranks, size, language.config.hidden_size)
+    dist.recv(leaf, _neighbours(language)[0])
+    language.set_input_tensor(leaf.requires_grad_())
+    return leaf
 
 
 def _collect_row_gradient(leaf_VD: Tensor, groups: Any, sequence_parallel: bool) -> None:

@@ -53,6 +53,13 @@ def test_parameter_counts_are_those_of_the_table(size: str) -> None:
     assert model.mtp_num_layers == 1
 
 
+@pytest.mark.parametrize("size", ["122b_a10b", "397b_a17b"])
+def test_sizes_from_one_source_say_so(size: str) -> None:
+    remarks = [line for line in (FOLDER / f"qwen35_{size}.yaml").read_text().splitlines() if line.startswith("#")]
+    assert any("one public source" in line for line in remarks)
+    assert any("not confirmed" in line for line in remarks)
+
+
 @pytest.mark.parametrize("size", ACTIVE)
 def test_a_token_meets_as_many_parameters_and_flops_as_the_name_says(size: str) -> None:
     model = model_of(FOLDER / f"qwen35_{size}.yaml")

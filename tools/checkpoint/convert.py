@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +37,7 @@ from flagscale.config.schema import ModelConfig
 from flagscale.models.qwen35.canonical import canonical_shapes
 from flagscale.models.qwen35.hf_files import PACKED, HFWeights, ShardWriter, stored_form
 from flagscale.models.qwen35.stored import check_stored, stored_parameters
-from flagscale.plan.hf_config import check_hf_config, hf_config_tree
+from flagscale.plan.hf_config import check_hf_config, hf_config_tree, read_hf_config
 from flagscale.plan.previous import ARCHITECTURE
 from flagscale.plan.safetensors import INDEX, is_hf_folder, read_entries
 from flagscale.train.pretrained import checkpoint_sizes
@@ -142,6 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}; correct the path, its permissions, or the disk\n")
+        return 2
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -157,8 +164,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "hf-to-mcore":
         print(hf_to_mcore(model, arguments.hf, arguments.out, cast))
     else:
-        shard_bytes = int(arguments.shard_size * GIB)
-        print(mcore_to_hf(model, arguments.mcore, arguments.out, arguments.hf, cast, shard_bytes))
+        shard_bytes = arguments.shard_size * GIB
+        if not 0 < shard_bytes < math.inf:
+            raise UserError(f"--shard-size {arguments.shard_size}: must be a number above 0; use 5")
+        print(mcore_to_hf(model, arguments.mcore, arguments.out, arguments.hf, cast, int(shard_bytes)))
     return 0
 
 
@@ -203,14 +212,16 @@ def _new_folder(target: Path, needed: int) -> Iterator[Path]:
     Raises:
         UserError: the name is taken, or the disk is too small or fails.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"--out {target}: exists and is not empty; choose another folder or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise UserError(f"--out {target}: needs {needed / GIB:.1f} GiB, the disk has {free / GIB:.1f} GiB free")
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
+    above: list[Path] = []  # folders that are made for this one, the innermost first
     try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"--out {target}: exists and is not empty; choose another folder or remove it")
+        above = [folder for folder in target.parents if not folder.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < needed:
+            raise UserError(f"--out {target}: needs {needed / GIB:.1f} GiB, the disk has {free / GIB:.1f} GiB free")
         partial.mkdir()
         yield partial
         if target.exists():
@@ -220,6 +231,9 @@ def _new_folder(target: Path, needed: int) -> Iterator[Path]:
         raise UserError(f"--out {target}: {error.strerror or error}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for folder in above:
+            with suppress(OSError):  # it holds the finished one
+                folder.rmdir()
 
 
 @contextmanager
@@ -264,10 +278,26 @@ def _write_other_files(folder: Path, model: ModelConfig, original: Path | None, 
     for path in sorted(original.iterdir()) if original is not None else []:
         if path.is_file() and path.suffix not in WEIGHT_FILES and path.name != INDEX:
             shutil.copyfile(path, folder / path.name)
+    most = _short(max(set(dtypes.values()), key=list(dtypes.values()).count))
     if original is None:
-        most = max(set(dtypes.values()), key=list(dtypes.values()).count)
-        tree = {**hf_config_tree(model), "dtype": _short(most)}
-        (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        tree = {**hf_config_tree(model), "dtype": most}
+    else:
+        copied = read_hf_config(original)
+        tree = _with_dtype(copied, most)
+        if tree == copied:
+            return
+    (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """`config.json` with another dtype where it states one: `from_pretrained` rounds the weights to what it finds."""
+    changed = dict(tree)
+    for key, value in tree.items():
+        if key in ("dtype", "torch_dtype") and value is not None:
+            changed[key] = dtype
+        elif key in ("text_config", "vision_config") and isinstance(value, dict):
+            changed[key] = _with_dtype(value, dtype)
+    return changed
 
 
 def _bytes(model: ModelConfig, dtypes: dict[str, torch.dtype]) -> int:
