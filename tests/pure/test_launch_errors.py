@@ -308,11 +308,13 @@ def test_variables_of_an_unknown_host(project: Project, capsys: pytest.CaptureFi
 def test_secrets_are_hidden_in_a_runs_files_and_in_explain(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    project.write(BASE + "experiment: {envs: {WANDB_API_KEY: abc123, PLAIN: seen}}\n")
+    envs = "{WANDB_API_KEY: abc123, PLAIN: seen, MY_TOKENS: {a: [abc123]}, USERS: [{password: abc123, name: seen}]}"
+    project.write(f"{BASE}experiment: {{envs: {envs}, node_envs: {{keyhost: {{MY_KEY: abc123, NAME: seen}}}}}}\n")
     assert project.run() == 0
-    assert project.run("action=explain", "key=experiment.envs") == 0
+    for key in ("experiment.envs", "experiment.envs.WANDB_API_KEY", "experiment.node_envs"):
+        assert project.run("action=explain", f"key={key}") == 0
     written = "".join(path.read_text() for path in (project.folder / "exp").iterdir() if path.is_file())
     for text in (capsys.readouterr().out, written):
         assert "abc123" not in text
     assert "<hidden>" in written
-    assert "seen" in written
+    assert written.count("seen") == 6, "three in each of config.yaml and plan.json"
