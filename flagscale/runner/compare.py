@@ -59,7 +59,7 @@ def read_run(folder: Path, name: str) -> Run:
             values = json.loads(line)
         except ValueError:  # empty, or cut off by a crash
             continue
-        if "iteration_time_s" in values:
+        if isinstance(values, dict) and "iteration_time_s" in values:
             lines[int(values["iteration"])] = values
     if not lines:
         raise UserError(f"{path}: holds no training iteration; compare runs that have trained")

@@ -52,7 +52,7 @@ def test_names_tell_runs_apart() -> None:
     assert compare.run_names([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
 
 
-@pytest.mark.parametrize("content", [None, "", '{"iteration": 1, "eval_lm_loss": 1}\n'])
+@pytest.mark.parametrize("content", [None, "", "3\nnull\n[1]\n", '{"iteration": 1, "eval_lm_loss": 1}\n'])
 def test_runs_without_iterations_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
@@ -64,3 +64,12 @@ def test_runs_without_iterations_are_refused(
 
 def test_run_given_twice_is_refused(tmp_path: Path) -> None:
     assert compare_runs.main([str(tmp_path), str(tmp_path)]) == 2
+
+
+def test_what_cannot_be_written_or_left_out_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [1.0], [1.0])
+    assert compare_runs.main([str(run), "--output", __file__]) == 2
+    assert f"error: --output {__file__}: File exists" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        compare_runs.main([str(run), "--skip", "-3"])
+    assert left.value.code == 2
