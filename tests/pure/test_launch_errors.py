@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -216,9 +215,7 @@ def test_broken_runner_settings_are_refused(
     project: Project, capsys: pytest.CaptureFixture[str], overrides: list[str], parts: list[str]
 ) -> None:
     project.write(BASE)
-    began = time.process_time()
     message = refused(capsys, project.run(*overrides))
-    assert time.process_time() - began < 3
     for part in parts:
         assert part in message
     assert not (project.folder / "exp").exists()
