@@ -30,6 +30,14 @@ def test_table(tmp_path: Path) -> None:
     ]
 
 
+def test_long_names_are_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"vision_micro_batch_size={size},micro_batch_size=2" for size in (2, 4)]
+    runs = [compare.read_run(write_run(tmp_path / name, [3.0] * 3, [0.12345] * 3), name) for name in names]
+    compare.show(compare.table_rows(runs, skip=1))
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in names), shown
+
+
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / name, [3.0, 2.0, 1.0], [1.0, 1.0, 1.0]) for name in ("a|b", "c")]
     assert compare_runs.main([*map(str, runs), "--output", str(tmp_path / "out")]) == 0
