@@ -260,9 +260,11 @@ def commands_are_bash(config: Config) -> Iterator[ConfigError]:
             continue
         if "\0" in text:
             said = "it holds a zero byte"
+        elif re.search(r"(?<!\\)(\\\\)*\\$", text.strip()):
+            said = "it ends in a backslash, which takes the next line in"
         else:
             checked = subprocess.run(
-                [bash, "-n"], input=f"(\n{text}\n)\n", capture_output=True, text=True, errors="replace", check=False
+                [bash, "-n"], input=f"{text}\n", capture_output=True, text=True, errors="replace", check=False
             )
             said = re.sub(r"^\S*bash: (line \d+: )?", "", checked.stderr.strip().split("\n")[0])
         if said:

@@ -132,9 +132,10 @@ def submitted_id(text: str) -> int:
     Raises:
         UserError: when it says none.
     """
-    number = _last_line(text).partition(";")[0]
+    line = _last_line(text)
+    number = line.partition(";")[0]
     if not re.fullmatch(r"[0-9]+", number):
-        raise UserError(f"sbatch names no job ({_last_line(text) or 'it prints nothing'}); squeue shows whether one waits")
+        raise UserError(f"sbatch names no job ({line or 'it prints nothing'}); squeue shows whether one waits")
     return int(number)
 
 

@@ -206,6 +206,8 @@ RUNNERS = [
     (["experiment.cmds.before_start='if true; then'"], ["cmds.before_start", "no whole bash command (syntax error"]),
     (["experiment.cmds.before_start='cat <<EOF'"], ["cmds.before_start", "here-document"]),
     (["experiment.cmds.after_stop='echo )'"], ["cmds.after_stop", "no whole bash command"]),
+    (["experiment.cmds.before_start='ls) ; (ls'"], ["cmds.before_start", "no whole bash command (syntax error"]),
+    (["experiment.cmds.before_start='ls \\ '"], ["cmds.before_start", "ends in a backslash"]),
     (["action=auto_tune"], ["auto_tune", "does not exist yet", "-m model.vision_micro_batch_size=2,4,8"]),
 ]  # fmt: skip
 
