@@ -70,12 +70,14 @@ def _main(argv: list[str]) -> int:
     from flagscale.config.loading import load
 
     key, overrides = _taken(overrides, "key")
-    key = arguments.help_key or key
+    key = key if arguments.help_key is None else arguments.help_key
     config_path = _config_folder(arguments.config_path)
     if arguments.multirun:
+        if key is not None:
+            raise UserError(f"-m: starts runs and explains no key; leave out -m, or the key {key!r}")
         return _sweep(arguments.config_name, config_path, overrides)
     loaded = load(arguments.config_name, config_path, overrides)
-    action = "explain" if arguments.help_key else loaded.config.action
+    action = "explain" if arguments.help_key is not None else loaded.config.action
     if action == "explain":
         from flagscale.config.explain import explain
 

@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path(), help="folder for compare.md and compare.png")
     parser.add_argument("--skip", type=int, default=5, help="first iterations left out of times (warm-up); default 5")
     arguments = parser.parse_args(argv)
+    if arguments.skip < 0:
+        parser.error(f"--skip {arguments.skip}: must be at least 0")
     try:
         names = run_names(arguments.runs)
         runs = [read_run(folder, name) for folder, name in zip(arguments.runs, names, strict=True)]
@@ -33,9 +35,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     rows = table_rows(runs, arguments.skip)
     show(rows)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "compare.md").write_text(markdown(rows), encoding="utf-8")
-    write_figure(runs, arguments.output / "compare.png")
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "compare.md").write_text(markdown(rows), encoding="utf-8")
+        write_figure(runs, arguments.output / "compare.png")
+    except OSError as error:
+        print(f"error: --output {arguments.output}: {error.strerror}; give a folder for the files", file=sys.stderr)
+        return 2
     print(f"written: {arguments.output / 'compare.md'}, {arguments.output / 'compare.png'}")
     return 0
 

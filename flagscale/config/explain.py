@@ -5,7 +5,7 @@ from __future__ import annotations
 from flagscale.config.build import type_name
 from flagscale.config.canonical import DELETED, unknown_key
 from flagscale.config.errors import UserError
-from flagscale.config.fields import FieldInfo, all_fields, find_home, is_section
+from flagscale.config.fields import FREE, FieldInfo, all_fields, find_home, is_section
 from flagscale.config.loading import Loaded
 from flagscale.config.secrets import shown
 
@@ -21,6 +21,8 @@ def explain(key: str | None, loaded: Loaded) -> str:
         raise UserError(f"action=explain: no key given; add key=NAME with a key or one of the sections {sections}")
     path = tuple(key.split("."))
     home = find_home(path) or find_home(("model", *path))
+    if home is not None and home.startswith(FREE + "."):
+        home = FREE
     if home in all_fields():
         return _one(all_fields()[home], loaded)
     if is_section(path):
@@ -47,6 +49,10 @@ def _one(info: FieldInfo, loaded: Loaded) -> str:
         role = "set by" if index == len(settings) - 1 else "overridden"
         text = "its default" if setting.value is DELETED else repr(shown(setting.home, setting.value))
         lines.append(f"  {role + ':':<11} {text}, {setting.origin}")
+    for name, below in loaded.history.items():  # names that the user makes up are keys of their own
+        if name.startswith(info.home + "."):
+            lines.append(f"  set by:     {name} = {shown(name, below[-1].value)!r}, {below[-1].origin}")
+            settings = below
     if not settings:
         lines.append("  set by:     no file, it is the default")
     return "\n".join(lines) + "\n"

@@ -26,6 +26,13 @@ _OWN_SBATCH = {
     "chdir": "exp_dir", "ntasks": "nproc_per_node",
 }  # fmt: skip
 """sbatch options that a key sets already."""
+_SBATCH_REFUSED = {
+    "array": "starts the same run several times in one folder; write a sweep with -m instead",
+    "wait": "keeps sbatch from answering, which run.py waits for; without it run.py follows the job anyway",
+    "test-only": "submits nothing; use action=dryrun",
+    "wrap": "stands for a script, which run.py writes itself",
+}
+"""sbatch options with which it does not submit one job and say its number at once."""
 _SSH_WITH_VALUE = "BbcDEeFIiJLlmoPpQRSwW"
 """Options of ssh (as of OpenSSH 10) that take a value: `-p22` or `-p` and then `22`."""
 _SSH_REFUSED = {
@@ -197,6 +204,21 @@ def sbatch_options_are_options(config: Config) -> Iterator[ConfigError]:
             key = _OWN_SBATCH[name]
             place = f"experiment.{key}" if key.startswith("exp_") else f"experiment.runner.{key}"
             yield ConfigError(home, option, f"is what {place} sets", "use that key")
+        elif name in _SBATCH_REFUSED:
+            yield ConfigError(home, option, _SBATCH_REFUSED[name], "remove it")
+
+
+def slurm_gives_gpus_for_all_ranks(config: Config) -> Iterator[ConfigError]:
+    """Each rank has a GPU of its own, unless all are on the CPU."""
+    runner = config.experiment.runner
+    gpus = runner.slurm.gpus_per_node
+    if runner.type == "slurm" and config.system.platform != "cpu" and gpus is not None and gpus < runner.nproc_per_node:
+        yield ConfigError(
+            "experiment.runner.slurm.gpus_per_node",
+            gpus,
+            f"must be at least nproc_per_node {runner.nproc_per_node}",
+            f"use {runner.nproc_per_node}, or set system.platform to cpu",
+        )
 
 
 def environment_has_names(config: Config) -> Iterator[ConfigError]:
@@ -238,9 +260,11 @@ def commands_are_bash(config: Config) -> Iterator[ConfigError]:
             continue
         if "\0" in text:
             said = "it holds a zero byte"
+        elif re.search(r"(?<!\\)(\\\\)*\\$", text.strip()):
+            said = "it ends in a backslash, which takes the next line in"
         else:
             checked = subprocess.run(
-                [bash, "-n"], input=f"(\n{text}\n)\n", capture_output=True, text=True, errors="replace", check=False
+                [bash, "-n"], input=f"{text}\n", capture_output=True, text=True, errors="replace", check=False
             )
             said = re.sub(r"^\S*bash: (line \d+: )?", "", checked.stderr.strip().split("\n")[0])
         if said:
@@ -292,6 +316,7 @@ LAUNCH_RULES = (
     job_leaves_before_its_limit,
     sbatch_texts_are_words,
     sbatch_options_are_options,
+    slurm_gives_gpus_for_all_ranks,
     environment_has_names,
     commands_are_bash,
     node_variables_are_of_hosts,

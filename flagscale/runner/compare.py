@@ -59,7 +59,7 @@ def read_run(folder: Path, name: str) -> Run:
             values = json.loads(line)
         except ValueError:  # empty, or cut off by a crash
             continue
-        if "iteration_time_s" in values:
+        if isinstance(values, dict) and "iteration_time_s" in values:
             lines[int(values["iteration"])] = values
     if not lines:
         raise UserError(f"{path}: holds no training iteration; compare runs that have trained")
@@ -153,7 +153,8 @@ def show(rows: list[tuple[str, ...]]) -> None:
 
     table = Table()
     for number, title in enumerate(HEADER):
-        table.add_column(title, justify="right" if number else "left")
+        # Narrow titles leave room for the names of a sweep, which differ at their ends; nothing is cut off.
+        table.add_column(title.replace(" ", "\n"), justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -116,7 +116,7 @@ def _submit(plan: ExperimentPlan) -> SlurmRecord:
     if answer.returncode != 0:
         raise UserError(f"{script}: sbatch refused the job ({_last_line(answer.stderr)}); see experiment.runner.slurm")
     record = SlurmRecord(
-        job_id=int(answer.stdout.strip().partition(";")[0]),
+        job_id=submitted_id(answer.stdout),
         submitted_at=time.time(),
         train_iters=plan.config.model.train_iters,
     )
@@ -124,6 +124,19 @@ def _submit(plan: ExperimentPlan) -> SlurmRecord:
     temporary.write_text(json.dumps(dataclasses.asdict(record)) + "\n")
     temporary.replace(plan.exp_dir / RECORD)
     return record
+
+
+def submitted_id(text: str) -> int:
+    """The job's number in what `sbatch --parsable` prints, `number` or `number;cluster`, below a site's own lines.
+
+    Raises:
+        UserError: when it says none.
+    """
+    line = _last_line(text)
+    number = line.partition(";")[0]
+    if not re.fullmatch(r"[0-9]+", number):
+        raise UserError(f"sbatch names no job ({line or 'it prints nothing'}); squeue shows whether one waits")
+    return int(number)
 
 
 def _follow(exp_dir: Path, record: SlurmRecord, views: tuple[LineFollower, Progress], console: Console) -> int:

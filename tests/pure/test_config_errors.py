@@ -233,9 +233,20 @@ def test_explain_a_key(project: Project, capsys: pytest.CaptureFixture[str]) -> 
         assert f"overridden: {shipped}" in shown
 
 
+def test_variables_are_explained_one_by_one(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    file = project.write(BASE + "experiment: {envs: {NCCL_DEBUG: WARN}}\n")
+    assert project.run("action=explain", "key=experiment.envs", "+experiment.envs.MODE=3") == 0
+    shown = capsys.readouterr().out
+    assert f"set by:     experiment.envs.NCCL_DEBUG = 'WARN', {file}\n" in shown
+    assert "set by:     experiment.envs.MODE = 3, command line\n" in shown
+    assert "it is the default" not in shown
+
+
 def test_explain_without_key_and_with_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
-    for nothing in ([], ["key="]):
-        assert "no key given" in refused(capsys, main(["action=explain", *nothing]))
+    for nothing in (["action=explain"], ["action=explain", "key="], ["--help-key="]):
+        assert "no key given" in refused(capsys, main(nothing))
+    for asked in (["--help-key", "seed"], ["key=seed"]):
+        assert "explains no key" in refused(capsys, main(["-m", "model.seed=1,2", *asked]))
     assert "model.seq_length" in refused(capsys, main(["action=explain", "key=model.seq_lenght"]))
 
 

@@ -33,12 +33,12 @@ def site(tmp_path: Path) -> Path:
     return target
 
 
-def dryrun(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(site: Path, cwd: Path, *arguments: str, action: str = "dryrun") -> subprocess.CompletedProcess[str]:
     """The installed program, started in `cwd`."""
     program = "import sys; from flagscale.run import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", program, "action=dryrun", *arguments],
-        capture_output=True, text=True, cwd=cwd, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(site)},
+        [sys.executable, "-c", program, f"action={action}", *arguments],
+        capture_output=True, text=True, cwd=cwd, timeout=120, check=False, env={**os.environ, "PYTHONPATH": str(site)},
     )  # fmt: skip
 
 
@@ -52,17 +52,24 @@ def test_an_installed_package_needs_no_checkout(site: Path, tmp_path: Path) -> N
     (user / "data/digits").mkdir(parents=True)
     (user / "data/digits/train.jsonl").touch()
 
-    done = dryrun(site, elsewhere, "--config-path", str(user / "conf"), "--config-name", "mine")
+    mine = ("--config-path", str(user / "conf"), "--config-name", "mine")
+    done = run(site, elsewhere, *mine)
     assert done.returncode == 0, done.stderr
     plan = json.loads((user / "outputs/qwen35_mimo/plan.json").read_text())
     assert plan["config"]["data"]["train_path"] == str(user / "data/digits/train.jsonl")
     assert plan["config"]["data"]["valid_path"] == str(user / "here.jsonl")
     assert str(site / "flagscale/train/megatron/train_qwen35.py") in plan["command"]
 
-    alone = dryrun(site, elsewhere, "--config-name", "qwen35_mimo")
+    alone = run(site, elsewhere, "--config-name", "qwen35_mimo")
     assert alone.returncode == 2
     assert str(elsewhere / "data/digits/train.jsonl") in alone.stderr
     assert "Traceback" not in alone.stderr
+
+    (user / "rank.py").write_text("import os, flagscale\nprint(flagscale.__file__, 'from', os.getcwd())\n")
+    done = run(site, elsewhere, *mine, f"experiment.task.entrypoint={user}/rank.py", action="run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {(user / f"outputs/qwen35_mimo/logs/rank{rank}.out").read_text() for rank in range(4)}
+    assert said == {f"{site}/flagscale/__init__.py from {elsewhere}\n"}, "the ranks find the installed package"
 
 
 @pytest.mark.parametrize("path", sorted((CHECKOUT / "examples").rglob("conf/*.yaml")), ids=lambda path: path.stem)

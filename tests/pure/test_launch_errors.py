@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -157,6 +156,12 @@ RUNNERS = [
     (["experiment.runner.slurm.options=['--time=3']"], ["what experiment.runner.slurm.time_limit sets"]),
     (["experiment.runner.slurm.options=['--nodes=3']"], ["what experiment.runner.nnodes sets"]),
     (["experiment.runner.slurm.options=['--output=x']"], ["what experiment.exp_dir sets"]),
+    (["experiment.runner.slurm.options=['--array=1-4']"], ["several times in one folder", "remove it"]),
+    (["experiment.runner.slurm.options=['--wait']"], ["keeps sbatch from answering"]),
+    (["experiment.runner.slurm.options=['--test-only']"], ["submits nothing", "action=dryrun"]),
+    (["experiment.runner.slurm.options=['--wrap=ls']"], ["stands for a script"]),
+    (["experiment.runner.type=slurm", "experiment.runner.slurm.gpus_per_node=2"],
+     ["gpus_per_node = 2", "at least nproc_per_node 4", "use 4"]),
     (["experiment.runner.slurm.partitions=x"], ["no known key", "experiment.runner.slurm.partition"]),
     (["experiment.runner.ssh_options=-v"], ["must be a list of texts"]),
     (["experiment.runner.stop_grace=-1"], ["must be at least 0"]),
@@ -201,6 +206,8 @@ RUNNERS = [
     (["experiment.cmds.before_start='if true; then'"], ["cmds.before_start", "no whole bash command (syntax error"]),
     (["experiment.cmds.before_start='cat <<EOF'"], ["cmds.before_start", "here-document"]),
     (["experiment.cmds.after_stop='echo )'"], ["cmds.after_stop", "no whole bash command"]),
+    (["experiment.cmds.before_start='ls) ; (ls'"], ["cmds.before_start", "no whole bash command (syntax error"]),
+    (["experiment.cmds.before_start='ls \\ '"], ["cmds.before_start", "ends in a backslash"]),
     (["action=auto_tune"], ["auto_tune", "does not exist yet", "-m model.vision_micro_batch_size=2,4,8"]),
 ]  # fmt: skip
 
@@ -210,9 +217,7 @@ def test_broken_runner_settings_are_refused(
     project: Project, capsys: pytest.CaptureFixture[str], overrides: list[str], parts: list[str]
 ) -> None:
     project.write(BASE)
-    began = time.process_time()
     message = refused(capsys, project.run(*overrides))
-    assert time.process_time() - began < 3
     for part in parts:
         assert part in message
     assert not (project.folder / "exp").exists()
@@ -308,11 +313,13 @@ def test_variables_of_an_unknown_host(project: Project, capsys: pytest.CaptureFi
 def test_secrets_are_hidden_in_a_runs_files_and_in_explain(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    project.write(BASE + "experiment: {envs: {WANDB_API_KEY: abc123, PLAIN: seen}}\n")
+    envs = "{WANDB_API_KEY: abc123, PLAIN: seen, MY_TOKENS: {a: [abc123]}, USERS: [{password: abc123, name: seen}]}"
+    project.write(f"{BASE}experiment: {{envs: {envs}, node_envs: {{keyhost: {{MY_KEY: abc123, NAME: seen}}}}}}\n")
     assert project.run() == 0
-    assert project.run("action=explain", "key=experiment.envs") == 0
+    for key in ("experiment.envs", "experiment.envs.WANDB_API_KEY", "experiment.node_envs"):
+        assert project.run("action=explain", f"key={key}") == 0
     written = "".join(path.read_text() for path in (project.folder / "exp").iterdir() if path.is_file())
     for text in (capsys.readouterr().out, written):
         assert "abc123" not in text
     assert "<hidden>" in written
-    assert "seen" in written
+    assert written.count("seen") == 6, "three in each of config.yaml and plan.json"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.runner.slurm import parse_job
+from flagscale.config.errors import UserError
+from flagscale.runner.slurm import parse_job, submitted_id
 
 LINE = (
     "JobId=7 JobName=a run UserId=me(1) JobState={state} Reason={reason} Requeue=1 ExitCode={code} RunTime=00:01:02 "
@@ -29,3 +30,10 @@ LINE = (
 def test_states(state: str, reason: str, code: str, nodes: str, active: bool, exit_code: int, shown: str) -> None:
     found = parse_job(LINE.format(state=state, reason=reason, code=code, nodes=nodes))
     assert (found.is_active, found.exit_code, str(found)) == (active, exit_code, shown)
+
+
+def test_number_of_a_submitted_job() -> None:
+    assert [submitted_id(text) for text in ("12\n", "12;south\n", "Welcome!\n\n12\n")] == [12, 12, 12]
+    for text in ("", "Submitted batch job 12\n"):
+        with pytest.raises(UserError, match="names no job"):
+            submitted_id(text)

@@ -30,6 +30,14 @@ def test_table(tmp_path: Path) -> None:
     ]
 
 
+def test_long_names_are_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"vision_micro_batch_size={size},micro_batch_size=2" for size in (2, 4)]
+    runs = [compare.read_run(write_run(tmp_path / name, [3.0] * 3, [0.12345] * 3), name) for name in names]
+    compare.show(compare.table_rows(runs, skip=1))
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in names), shown
+
+
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / name, [3.0, 2.0, 1.0], [1.0, 1.0, 1.0]) for name in ("a|b", "c")]
     assert compare_runs.main([*map(str, runs), "--output", str(tmp_path / "out")]) == 0
@@ -52,7 +60,7 @@ def test_names_tell_runs_apart() -> None:
     assert compare.run_names([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
 
 
-@pytest.mark.parametrize("content", [None, "", '{"iteration": 1, "eval_lm_loss": 1}\n'])
+@pytest.mark.parametrize("content", [None, "", "3\nnull\n[1]\n", '{"iteration": 1, "eval_lm_loss": 1}\n'])
 def test_runs_without_iterations_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
@@ -64,3 +72,12 @@ def test_runs_without_iterations_are_refused(
 
 def test_run_given_twice_is_refused(tmp_path: Path) -> None:
     assert compare_runs.main([str(tmp_path), str(tmp_path)]) == 2
+
+
+def test_what_cannot_be_written_or_left_out_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [1.0], [1.0])
+    assert compare_runs.main([str(run), "--output", __file__]) == 2
+    assert f"error: --output {__file__}: File exists" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        compare_runs.main([str(run), "--skip", "-3"])
+    assert left.value.code == 2
