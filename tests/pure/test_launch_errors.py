@@ -323,3 +323,15 @@ def test_secrets_are_hidden_in_a_runs_files_and_in_explain(
         assert "abc123" not in text
     assert "<hidden>" in written
     assert written.count("seen") == 6, "three in each of config.yaml and plan.json"
+
+
+def test_a_dry_run_prints_the_batch_script(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it would be given to sbatch, and no script where nothing would be given to another program."""
+    project.write("defaults: [/qwen35_mimo, _self_]\n")
+    slurm = ("experiment.runner.type=slurm", "experiment.runner.nnodes=2", "experiment.runner.nproc_per_node=2")
+    assert project.run(*slurm, "experiment.runner.slurm.partition=gpu") == 0
+    printed = capsys.readouterr().out
+    assert {"#!/usr/bin/env bash", "#SBATCH --nodes=2", "#SBATCH --partition=gpu"} <= set(printed.splitlines())
+    assert "srun" in printed
+    assert project.run() == 0
+    assert "#SBATCH" not in capsys.readouterr().out

@@ -99,7 +99,6 @@ def test_dryrun_takes_less_than_two_seconds(tmp_path: Path) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-@pytest.mark.long
 def test_the_demo_reaches_its_first_step_within_20_seconds_of_two_cores(tmp_path: Path) -> None:
     """40 s of CPU time; 31.5 s when this was written, of which 29 s are the four ranks'."""
     make_digits.make(tmp_path / "digits", seed=1, num_train=2000)
