@@ -256,7 +256,7 @@ def files_exist(config: Config) -> Iterator[ConfigError]:
     if not Path(entrypoint).is_file():
         kind = "is a folder, not a file" if Path(entrypoint).is_dir() else "is no file"
         yield ConfigError("experiment.task.entrypoint", entrypoint, kind, "name the script that trains")
-    yield from _unreadable("experiment.task.entrypoint", entrypoint)
+    yield from _unusable("experiment.task.entrypoint", entrypoint)
     data = config.data
     paths = {"data.valid_path": data.valid_path}
     if data.sources:
@@ -267,7 +267,7 @@ def files_exist(config: Config) -> Iterator[ConfigError]:
     for home, path in paths.items():
         if path is None:
             continue
-        yield from _unreadable(home, path)
+        yield from _unusable(home, path)
         if Path(path).is_file():
             continue
         if not Path(path).is_dir():
@@ -280,9 +280,12 @@ def files_exist(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("data.media_root", data.media_root, "is no folder", "name the folder of images and videos")
 
 
-def _unreadable(home: str, path: str) -> Iterator[ConfigError]:
+def _unusable(home: str, path: str) -> Iterator[ConfigError]:
+    """What is there but of no use."""
     if Path(path).exists() and not os.access(path, os.R_OK):
         yield ConfigError(home, path, "may not be read by you", "change its permissions (chmod +r), or name another")
+    elif Path(path).is_file() and not Path(path).stat().st_size:
+        yield ConfigError(home, path, "is an empty file", "name another, or write it anew")
 
 
 def written_folders_can_be_folders(config: Config) -> Iterator[ConfigError]:

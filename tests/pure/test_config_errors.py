@@ -193,6 +193,16 @@ def test_a_folder_with_a_run_of_another_model(project: Project, capsys: pytest.C
     assert "is no configuration of a run" in refused(capsys, project.run())
 
 
+@pytest.mark.parametrize("key", ["data.train_path", "data.valid_path", "experiment.task.entrypoint"])
+def test_an_empty_file_is_named(key: str, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank would find no samples in it, half a minute later; an empty entrypoint would train nothing and end well."""
+    project.write(BASE)
+    empty = project.folder / "empty"
+    empty.touch()
+    message = refused(capsys, project.run(f"{key}={empty}"))
+    assert all(text in message for text in (key, str(empty), "is an empty file"))
+
+
 def test_a_dry_run_leaves_the_plan_of_a_running_job(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """A restart reads it again."""
     project.write(BASE)

@@ -48,9 +48,9 @@ def test_an_installed_package_needs_no_checkout(site: Path, tmp_path: Path) -> N
     elsewhere.mkdir()
     (user / "pyproject.toml").touch()
     (user / "conf/mine.yaml").write_text("model: {global_batch_size: 16}\ndata: {valid_path: here.jsonl}\n")
-    (user / "here.jsonl").touch()
+    (user / "here.jsonl").write_text("{}\n")
     (user / "data/digits").mkdir(parents=True)
-    (user / "data/digits/train.jsonl").touch()
+    (user / "data/digits/train.jsonl").write_text("{}\n")
 
     mine = ("--config-path", str(user / "conf"), "--config-name", "mine")
     done = run(site, elsewhere, *mine)

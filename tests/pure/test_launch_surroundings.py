@@ -110,7 +110,7 @@ SURROUNDINGS = [
 def test_surroundings(before: str, after: str, codes: tuple[int, ...], said: str, tmp_path: Path) -> None:
     """The whole program in an odd shell, with the rights of an ordinary user."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/samples.jsonl").touch()
+    (tmp_path / "data/samples.jsonl").write_text("{}\n")
     data = f"data.train_path={tmp_path}/data/samples.jsonl data.valid_path={tmp_path}/data/samples.jsonl"
     ordinary = "setpriv --bounding-set=-dac_override,-dac_read_search" if os.geteuid() == 0 else ""
     program = f"{ordinary} {sys.executable} {ROOT}/run.py action=dryrun"

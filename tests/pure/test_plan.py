@@ -306,7 +306,7 @@ class TestDryrun:
             "sys.exit(f'imported {loaded}' if loaded else code)"
         )
         data = tmp_path / "data.jsonl"
-        data.touch()
+        data.write_text("{}\n")
         arguments = [f"data.train_path={data}", "data.valid_path=null", "model.eval_interval=null", "action=dryrun"]
         done = subprocess.run(
             [sys.executable, "-c", program, "--config-path", "conf", "--config-name", "mine", *arguments],

@@ -46,7 +46,7 @@ class Project:
     def run(self, *arguments: str) -> int:
         """The program's exit code on mine.yaml with a data file that exists; a mistake is found within 3 s."""
         data = self.folder / "data.jsonl"
-        data.touch()
+        data.write_text("{}\n")
         usual = {
             "action": "dryrun",
             "data.train_path": data,
