@@ -149,8 +149,7 @@ def _share_gloo_devices() -> None:
     """One set of gloo devices for all process groups of this process.
 
     A gloo device is a thread that wakes up every 10 ms. torch makes one for each group, and two grids are some twenty
-    groups: four ranks on two cores spent an eighth of their time on that. What a group does is in the order of its
-    calls on every rank, so one worker thread a group is enough.
+    groups: four ranks on two cores spent an eighth of their time on that. The rest of a group is as torch makes it.
     """
     plain = torch.distributed.distributed_c10d.ProcessGroupGloo
 
@@ -164,7 +163,7 @@ def _share_gloo_devices() -> None:
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **options: Any) -> None:
             chosen = plain._Options()
             chosen._devices = devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            chosen._threads = 1
+            chosen._threads = 2 * len(chosen._devices)
             chosen._timeout = timeout
             for name, value in options.items():
                 setattr(chosen, name, value)
