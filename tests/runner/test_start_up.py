@@ -80,7 +80,7 @@ def cpu_seconds(pids: list[int]) -> float:
 def test_dryrun_takes_less_than_two_seconds(tmp_path: Path) -> None:
     """In CPU time, which a busy machine does not change."""
     samples = tmp_path / "samples.jsonl"
-    samples.touch()
+    samples.write_text("{}\n")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [
