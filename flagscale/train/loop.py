@@ -222,6 +222,7 @@ class Training:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        gc.unfreeze()  # a process that trains again would keep this run's model
         self._data.close()
         if self._held_out is not None:
             self._held_out.close()

@@ -19,20 +19,10 @@ from flagscale.train import step as step_module
 from flagscale.train.build import TrainState, build
 from flagscale.train.loop import Training
 from flagscale.train.metrics import read_metrics
-from tests.data.helpers import write_mixture
 from tests.dist.pool import run_ranks
 from tests.dist.test_training import plan_of, train
 
 BAD = 2  # the iteration, from 0, whose gradient is spoiled
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples with 0 to 3 images of various sizes."""
-    folder = tmp_path_factory.mktemp("mixture")
-    write_mixture(folder, 40)
-    write_mixture(folder, 16, "valid.jsonl", seed=1)
-    return folder
 
 
 def encoded_patches(plan: ExperimentPlan) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,15 @@ def test_mfu_is_the_share_of_the_peak_that_is_given(digits: Path, tmp_path: Path
     run_ranks(4, train, plan)
     line = read_metrics(tmp_path / "run")[0]
     assert line["mfu"] == pytest.approx(line["tflops_per_gpu"] / 0.5)
+
+
+def frozen_after(plan: ExperimentPlan) -> int:
+    """Objects that garbage collection leaves out on this rank after a run."""
+    train(plan)
+    return gc.get_freeze_count()
+
+
+def test_a_run_leaves_nothing_frozen(digits: Path, tmp_path: Path) -> None:
+    """Or a process that trains again would keep the model of every run before."""
+    plan = plan_of(digits, tmp_path / "run", "model.train_iters=1", "model.eval_interval=null")
+    assert run_ranks(4, frozen_after, plan) == [0] * 4

@@ -19,7 +19,6 @@ from flagscale.plan.layout import VISION
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.train.build import TrainState
 from flagscale.train.step import TrainStep
-from tests.data.helpers import write_mixture
 from tests.dist.harness import build_state, make_plan
 from tests.dist.pool import run_ranks
 from tests.dist.test_training import plan_of
@@ -104,15 +103,6 @@ def test_both_layouts_are_made_of_the_same_parts() -> None:
     of_vision = found["config"][VISION].items() ^ apart["config"][VISION].items()
     assert {name for name, _ in of_vision} == {"tensor_model_parallel_size", "expert_tensor_parallel_size"}
     assert {name for name in found["config"] if found["config"][name] != apart["config"][name]} == {VISION}
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples with 0 to 3 images of various sizes, every image a file of its own."""
-    folder = tmp_path_factory.mktemp("mixture")
-    write_mixture(folder, 40)
-    write_mixture(folder, 16, "valid.jsonl", seed=1)
-    return folder
 
 
 _opened: list[str] = []  # images that this process has opened
