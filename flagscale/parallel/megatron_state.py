@@ -10,6 +10,7 @@ from __future__ import annotations
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from flagscale.plan.layout import Grid
 
@@ -37,6 +38,11 @@ def initialize(language: Grid, seed: int) -> ProcessGroupCollection:
 
 
 def destroy() -> None:
-    """Forgets the layout and what routers recorded; the process groups themselves end with torch.distributed."""
+    """Forgets the layout and what routers recorded; the process groups themselves end with torch.distributed.
+
+    The scale of the balancing loss belongs to the schedule that set it. A backward pass outside of one leaves a scale of
+    shape [], into which no schedule of a later model in this process could copy its own of shape [1].
+    """
     parallel_state.destroy_model_parallel()
     destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from flagscale.plan.layout import LANGUAGE
 from flagscale.plan.plan import ExperimentPlan
@@ -61,3 +62,19 @@ def test_the_balancing_loss_is_in_the_gradients() -> None:
     router = "model.language_model.layers.0.mlp.gate.weight"
     with_loss, without = reference(MIXED, **MOE), reference(MIXED, **{**MOE, "moe_aux_loss_coeff": 0.0})
     assert (with_loss[router] - without[router]).norm() > 0.05 * without[router].norm()
+
+
+def backward_then_step(plan: ExperimentPlan) -> float:
+    """The balancing loss's gradient outside of a schedule, with one model; then a step with another."""
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # as in a new process
+    state = build_state(plan)
+    value = torch.ones(1, requires_grad=True)
+    MoEAuxLossAutoScaler.apply(torch.ones(1, requires_grad=True), value).sum().backward()
+    state.topology.destroy()
+    return float(one_step(plan)["norm"])
+
+
+def test_a_later_model_takes_its_own_scale_of_the_balancing_loss() -> None:
+    plan = make_plan(1, **MOE, **batch_keys(1, MOE, 2))
+    alone, after = run_ranks(1, one_step, plan)[0]["norm"], run_ranks(1, backward_then_step, plan)[0]
+    assert after == pytest.approx(alone, rel=1e-6)
