@@ -1,8 +1,8 @@
 """Standing gloo ranks for tests: started once, used by every multi-rank test of the session.
 
-Start-up (importing torch and Megatron-Core) costs several seconds a process, a test case a fraction of one. So the
-ranks stay, and each case only makes a new process group; the cases of a `session` share even that. A case that fails or
-overruns its time ends all ranks; the next case starts fresh ones.
+Start-up (importing torch and Megatron-Core) costs several seconds a process, a test case a fraction of one. So one
+process imports them and ranks are forked from it; they stay, and each case only makes a new process group; the cases of
+a `session` share even that. A case that fails or overruns its time ends all ranks; the next case starts fresh ones.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Pool:
 
     def ensure(self, size: int) -> None:
         """Starts what is missing and waits until all have imported torch and Megatron-Core."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.dist.preloaded"])
         fresh = []
         while len(self.workers) < size:
             ours, theirs = context.Pipe()
@@ -141,14 +142,8 @@ class Pool:
 def _serve(connection: Connection) -> None:
     """Main loop of a rank."""
     os.setpgrp()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch.distributed as dist
+    from tests.dist.preloaded import dist
 
-    from flagscale.platforms import get_platform
-
-    torch.set_num_threads(1)
-    get_platform("cpu").install()
     connection.send("ready")
     while True:
         try:

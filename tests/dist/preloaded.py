@@ -1,0 +1,17 @@
+"""What every rank of the pool needs, imported once: ranks are forked from the process that has done so."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from flagscale.platforms import get_platform
+from flagscale.platforms.light import light_imports
+
+with light_imports():
+    import flagscale.train.loop  # noqa: F401  (for the forks)
+
+__all__ = ["dist"]
+
+torch.set_num_threads(1)
+get_platform("cpu").install()
