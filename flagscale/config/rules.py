@@ -191,6 +191,15 @@ def largest_image_is_a_token(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def workers_have_work(config: Config) -> Iterator[ConfigError]:
+    """Every process that reads ahead has a macro batch to keep ready."""
+    workers, prefetch = config.data.workers, config.data.prefetch
+    if workers > prefetch:
+        remedy = f"use {prefetch} or fewer, or raise prefetch" if prefetch else "use 0, or raise prefetch"
+        nothing = "" if prefetch else ", which reads nothing ahead"
+        yield ConfigError("data.workers", workers, f"must be at most prefetch {prefetch}{nothing}", remedy)
+
+
 def learning_rates_are_ordered(config: Config) -> Iterator[ConfigError]:
     """The decay goes down, and the betas are shares below 1."""
     optimizer = config.model.optimizer
@@ -320,6 +329,7 @@ RULES: tuple[Rule, ...] = (
     files_exist,
     sources_are_complete,
     video_frames_are_ordered,
+    workers_have_work,
     written_folders_can_be_folders,
     *EXPERT_RULES,
     *LAUNCH_RULES,

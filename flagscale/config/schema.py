@@ -364,7 +364,8 @@ class DataConfig:
         "samples over seq_length: raise, skip, or cut text at the end (never images)",
         choices=("raise", "skip", "truncate_text"),
     )
-    prefetch: int = key(2, "macro batches kept ready by a background worker; 0 reads in the training loop", minimum=0)
+    prefetch: int = key(2, "macro batches kept ready in the background; 0 reads in the training loop", minimum=0)
+    workers: int = key(0, "processes a rank that read ahead; 0 reads in a thread of the trainer", minimum=0)
     tokenizer: TokenizerConfig = section(TokenizerConfig)
 
 

@@ -15,11 +15,12 @@ import torch
 
 from flagscale.config.mix import Points
 from flagscale.data.corpus import TRAIN, Corpus, split_sources
-from flagscale.data.macro import Costs, MacroBatch, MacroBatchSpec, split_step
+from flagscale.data.macro import Costs, MacroBatch, MacroBatchSpec, count_macro_batches, split_step
 from flagscale.data.mix import MixSampler
 from flagscale.data.prefetch import Prefetcher
 from flagscale.data.sampler import NO_SAMPLE, SequentialSampler
 from flagscale.data.text import RowForm, text_batch
+from flagscale.data.workers import Key, Parcels, WorkerReader
 from flagscale.plan.flops import language_training_flops, vision_item_flops, vision_item_training_flops
 
 if TYPE_CHECKING:
@@ -82,14 +83,16 @@ class DataPipeline:
             self.num_batches = self._sampler.num_batches
         # A validation usually ends after eval_iters: what it does not ask for is not read ahead.
         self._pause = self.num_batches if split == TRAIN else min(model.eval_iters, self.num_batches)
-        self._prefetcher: Prefetcher[tuple[MacroBatch, bool]] | None = None
+        self._prefetcher: Prefetcher[MacroBatch] | WorkerReader | None = None
         self._next = (-1, 0)  # (step, macro batch) that the prefetcher hands out next
+        self._end = 0  # the step that it does not read any more
+        self._decoded_elsewhere = 0
         self.wait_s = 0.0
 
     @property
     def decoded(self) -> int:
-        """Images and frames this rank has decoded, those read ahead included."""
-        return self.corpus.decoded
+        """Images and frames this rank has decoded, those read ahead included; of workers, those that have arrived."""
+        return self.corpus.decoded + self._decoded_elsewhere
 
     def sample_ids(self, step: int) -> list[int]:
         """Sample ids of the global batch, in batch order; `NO_SAMPLE` for empty slots."""
@@ -175,12 +178,13 @@ class DataPipeline:
 
         Raises:
             UserError: when a sample cannot be read.
+            RuntimeError: when a process that reads ahead has ended.
             IndexError: when there is no such step.
         """
         if not 0 <= step < self.num_batches:
             raise IndexError(f"step {step} is outside 0..{self.num_batches - 1}")
         if self._plan.config.data.prefetch == 0:
-            yield from self._timed(macro for macro, _ in self._read_steps(step, step + 1))
+            yield from self._timed(self._read_steps(step, step + 1))
             return
         if self._prefetcher is None or self._next != (step, 0) or step == self._pause:
             self._prefetcher = self._restart(step)
@@ -188,11 +192,13 @@ class DataPipeline:
         while not last:
             assert self._next == (step, number), f"{self._next} is read, not {(step, number)}: finish a step first"
             start = time.perf_counter()
-            macro, last = prefetcher.get()
+            macro = prefetcher.get()
             self.wait_s += time.perf_counter() - start
-            number += 1
+            number, last = number + 1, macro.spec.is_last
             self._next = (step + 1, 0) if last else (step, number)
             yield macro
+        if self._next == (self._end, 0):
+            self.close()  # processes without work cost memory
 
     def _timed(self, batches: Iterator[MacroBatch]) -> Iterator[MacroBatch]:
         """The same batches, the time spent on each added to `wait_s`."""
@@ -204,21 +210,41 @@ class DataPipeline:
                 return
             yield macro
 
-    def _restart(self, step: int) -> Prefetcher[tuple[MacroBatch, bool]]:
+    def _restart(self, step: int) -> Prefetcher[MacroBatch] | WorkerReader:
         """Read ahead from `step` on."""
         self.close()
-        end = self._pause if step < self._pause else self.num_batches
+        self._end = self._pause if step < self._pause else self.num_batches
         self._next = (step, 0)
-        return Prefetcher(self._read_steps(step, end), self._plan.config.data.prefetch)
+        data = self._plan.config.data
+        if data.workers == 0:
+            return Prefetcher(self._read_steps(step, self._end), data.prefetch)
+        return WorkerReader(
+            Parcels(self.specs, self._read, lambda: self.corpus.decoded),
+            self._keys(step, self._end),
+            workers=data.workers,
+            prefetch=data.prefetch,
+            pin=self._pin,
+            on_decoded=self._note_decoded,
+        )
 
-    def _read_steps(self, first: int, end: int) -> Iterator[tuple[MacroBatch, bool]]:
-        """Macro batches, and whether each is the last of its step."""
+    def _note_decoded(self, count: int) -> None:
+        self._decoded_elsewhere += count
+
+    def _keys(self, first: int, end: int) -> Iterator[Key]:
+        """All macro batches of steps, by step and number."""
+        for step in range(first, end):
+            count = count_macro_batches(self._sampler.sample_ids(step), self.corpus, self._plan)
+            yield from ((step, number) for number in range(count))
+
+    def _read_steps(self, first: int, end: int) -> Iterator[MacroBatch]:
+        """All macro batches of steps, pinned where that is asked for."""
         for step in range(first, end):
             for spec in self.specs(step):
-                yield self._read(spec), spec.is_last
+                macro = self._read(spec)
+                yield macro.pinned() if self._pin else macro
 
     def _read(self, spec: MacroBatchSpec) -> MacroBatch:
-        """This rank's part of a macro batch."""
+        """This rank's part of a macro batch, in pageable memory."""
         texts = []
         for replicas, lengths in zip(spec.sample_ids, spec.row_lengths, strict=True):
             ids = replicas[self._replica]
@@ -233,8 +259,7 @@ class DataPipeline:
             wanted = [(item.media, item.frame, (item.grid_h, item.grid_w)) for item in own]
             found = self.corpus.pixels(sample_id, self.corpus.record(sample_id), wanted)
             pixels.update((item.index, torch.from_numpy(patches)) for item, patches in zip(own, found, strict=True))
-        macro = MacroBatch(spec, tuple(texts), {i: pixels[i] for i in reads})
-        return macro.pinned() if self._pin else macro
+        return MacroBatch(spec, tuple(texts), {i: pixels[i] for i in reads})
 
     def shown(self, sample_id: int) -> ShownSample | None:
         """The sample for people; None unless it has one image and one question about it."""
@@ -250,7 +275,7 @@ class DataPipeline:
         return self.corpus.indexes[0].source.tokenizer.decode(token_ids)
 
     def close(self) -> None:
-        """End the background worker; the pipeline can be used again."""
+        """End the thread or the processes that read ahead; the pipeline can be used again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from flagscale.data.assignment import VisualItem, assign, share_reads
-from flagscale.data.packing import LENGTH_BUDGET, NONE, arrange
+from flagscale.data.packing import LENGTH_BUDGET, NONE, arrange, num_macro_batches
 from flagscale.data.sampler import NO_SAMPLE
-from flagscale.data.text import TextBatch
+from flagscale.data.text import TextBatch, TextSamples
 from flagscale.plan.params import patch_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from flagscale.data.chat import Placement
     from flagscale.plan.plan import ExperimentPlan
@@ -102,10 +102,28 @@ class MacroBatch:
     microbatches: tuple[TextBatch, ...]
     pixels: dict[int, torch.Tensor]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the microbatches in their order, then the pixels."""
+        return [one for batch in self.microbatches for one in batch.tensors] + list(self.pixels.values())
+
+    @classmethod
+    def of_tensors(
+        cls, spec: MacroBatchSpec, samples: Sequence[TextSamples], items: Iterable[int], tensors: Iterable[torch.Tensor]
+    ) -> MacroBatch:
+        """The macro batch that has these tensors, in the order of `tensors()`.
+
+        Args:
+            samples: of every microbatch what is no tensor.
+            items: visual items that the pixels are of.
+        """
+        rest = iter(tensors)
+        texts = tuple(TextBatch(next(rest), next(rest), next(rest), next(rest), *own) for own in samples)
+        return cls(spec, texts, dict(zip(items, rest, strict=True)))
+
     def pinned(self) -> MacroBatch:
         """The same in page-locked memory."""
-        texts = tuple(batch.pinned() for batch in self.microbatches)
-        return MacroBatch(self.spec, texts, {i: pixels_PD.pin_memory() for i, pixels_PD in self.pixels.items()})
+        samples = [batch.samples for batch in self.microbatches]
+        return MacroBatch.of_tensors(self.spec, samples, self.pixels, (one.pin_memory() for one in self.tensors()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +151,7 @@ def split_step(
         batch: sample ids of the global batch, `NO_SAMPLE` for empty slots.
     """
     packed = plan.config.data.packing != NONE
-    samples = [sample for sample in batch if sample != NO_SAMPLE] if packed else batch
+    samples = _arranged(batch, plan)
     cost = lambda sample: costs.tokens(index.num_tokens(sample))  # noqa: E731
     specs, first = [], 0
     arrangements = arrange(samples, plan, index.num_tokens, cost)
@@ -172,6 +190,16 @@ def split_step(
         )
         first += len(bins)
     return specs
+
+
+def count_macro_batches(batch: Sequence[int], index: Samples, plan: ExperimentPlan) -> int:
+    """How many macro batches `split_step` makes, without the work of planning them."""
+    return num_macro_batches(_arranged(batch, plan), plan, index.num_tokens)
+
+
+def _arranged(batch: Sequence[int], plan: ExperimentPlan) -> Sequence[int]:
+    """The samples that get places: empty slots have some only where rows are not packed."""
+    return batch if plan.config.data.packing == NONE else [sample for sample in batch if sample != NO_SAMPLE]
 
 
 def _row_lengths(

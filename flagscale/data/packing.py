@@ -42,12 +42,10 @@ def arrange(
     """
     data, seq_length = plan.config.data, plan.config.model.seq_length
     size, replicas = plan.batch.micro_batch_size, plan.language.dp
+    bins = [(sample,) for sample in batch]
     if data.packing == LENGTH_BUDGET:
         bins = fill_bins(batch, length, seq_length)
-        num_microbatches = max(1, -(-len(bins) // (size * replicas)))
-        sizes = macro_batches(num_microbatches, plan.batch.vit_batch_factor)
-    else:
-        bins, sizes = [(sample,) for sample in batch], plan.batch.macro_batches
+    sizes = _sizes(len(bins), plan)
     costs, room = bin_costs(data.packing, length, cost, seq_length), size * seq_length
     found, first = [], 0
     for count in sizes:
@@ -57,6 +55,21 @@ def arrange(
         found.append(even or _in_order(own, count, replicas, size))
     assert first == len(bins), f"{len(bins)} bins do not fit into macro batches of {sizes} microbatches"
     return found
+
+
+def num_macro_batches(batch: Sequence[int], plan: ExperimentPlan, length: Callable[[int], int]) -> int:
+    """How many macro batches `arrange` makes of a global batch; arguments as there."""
+    filled = plan.config.data.packing == LENGTH_BUDGET
+    num_bins = len(fill_bins(batch, length, plan.config.model.seq_length)) if filled else len(batch)
+    return len(_sizes(num_bins, plan))
+
+
+def _sizes(num_bins: int, plan: ExperimentPlan) -> tuple[int, ...]:
+    """Microbatches of every macro batch."""
+    if plan.config.data.packing != LENGTH_BUDGET:
+        return plan.batch.macro_batches
+    num_microbatches = max(1, -(-num_bins // (plan.batch.micro_batch_size * plan.language.dp)))
+    return macro_batches(num_microbatches, plan.batch.vit_batch_factor)
 
 
 def fill_bins(batch: Sequence[int], length: Callable[[int], int], capacity: int) -> list[Bin]:

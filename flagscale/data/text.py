@@ -16,9 +16,13 @@ from flagscale.data.positions import rope_positions
 from flagscale.data.sampler import NO_SAMPLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from flagscale.data.chat import EncodedSample
+
+
+TextSamples = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""(sample_ids, lengths, num_tokens) of a `TextBatch`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,16 @@ class TextBatch:
     sample_ids: tuple[int, ...]
     lengths: tuple[int, ...] = ()
     num_tokens: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Its tensors, in the order of its fields."""
+        return self.input_ids_BS, self.labels_BS, self.loss_mask_BS, self.position_ids_3BS
+
+    @property
+    def samples(self) -> TextSamples:
+        """What is known of its samples, in the order of its fields."""
+        return self.sample_ids, self.lengths, self.num_tokens
 
     @property
     def mtp_mask_BS(self) -> torch.Tensor:
@@ -62,15 +76,7 @@ class TextBatch:
 
     def to(self, device: torch.device) -> TextBatch:
         """The same on another device; not copied where it lies there."""
-        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> TextBatch:
-        """The same in page-locked memory."""
-        return self._mapped(torch.Tensor.pin_memory)
-
-    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TextBatch:
-        tensors = (self.input_ids_BS, self.labels_BS, self.loss_mask_BS, self.position_ids_3BS)
-        return TextBatch(*map(change, tensors), self.sample_ids, self.lengths, self.num_tokens)
+        return TextBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors), *self.samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,16 @@ def peer_advice(config: Config) -> str:
     return "; ".join(chosen)
 
 
+def reader_advice(config: Config) -> str:
+    """What gives the processes that read ahead room, or does without them."""
+    workers, prefetch = config.data.workers, config.data.prefetch
+    return (
+        f"enlarge /dev/shm (docker run --shm-size), where {prefetch} macro batches a rank must fit, or lower "
+        f"data.prefetch (now {prefetch}); if the host ran out of memory, lower data.workers (now {workers}); "
+        "data.workers=0 reads in a thread of the trainer"
+    )
+
+
 def divergence_advice(config: Config) -> str:
     """Keys that keep values finite."""
     keys = config.model.optimizer

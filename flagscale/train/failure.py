@@ -16,17 +16,21 @@ import torch.distributed as dist
 
 from flagscale.config.errors import UserError
 from flagscale.config.schema import Config
-from flagscale.plan.advice import divergence_advice, memory_advice, peer_advice
+from flagscale.plan.advice import divergence_advice, memory_advice, peer_advice, reader_advice
 from flagscale.train.optimizer import StepOutcome
 from flagscale.train.place import Place, log_folder
 
 ENDING = "ending.json"
-MEMORY, PEER, NOT_FINITE = "memory", "peer", "not finite"
+MEMORY, PEER, READER, NOT_FINITE = "memory", "peer", "reader", "not finite"
 _NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory")
 # What Gloo and NCCL say when another rank does not answer any more.
 _NO_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|gloo.*Timed out waiting"
     r"|NCCL.*(Watchdog|timeout|abort)|ncclRemoteError|ncclSystemError"
+)
+# What DataLoader and torch say, in one line of their message, when a process that reads ahead cannot go on.
+_NO_READER = re.compile(
+    r"DataLoader worker \(pid.*|Pin memory thread exited.*|unable to (allocate|open) shared memory.*"
 )
 _DETAILS = re.compile(r" Of the allocated memory| If reserved|\. \(Triggered|\nException raised|\n")
 
@@ -40,7 +44,7 @@ class Ending:
     """Why this rank ended, for the launcher (`runner/failure.py`).
 
     Attributes:
-        kind: `memory`, `peer` (another rank has gone) or `not finite`.
+        kind: `memory`, `peer` (another rank has gone), `reader` (a process that reads ahead has) or `not finite`.
         message: what happened where, and the keys that would help.
         time: seconds since 1970.
     """
@@ -69,6 +73,10 @@ def explain(error: BaseException, place: Place, config: Config) -> Ending | None
     what = _DETAILS.split(text, maxsplit=1)[0].strip().rstrip(".")
     if isinstance(error, NotFiniteError):
         kind, message = NOT_FINITE, f"{what}; {divergence_advice(config)}"
+    elif isinstance(error, RuntimeError) and (said := _NO_READER.search(f"{error.__cause__}\n{text}")):
+        # The cause, where there is one, names the signal.
+        kind, message = READER, f"lost a process that reads ahead {place}: {said[0].strip().rstrip('.')}; "
+        message += reader_advice(config)
     elif isinstance(error, torch.OutOfMemoryError | MemoryError) or _is(error, _NO_MEMORY):
         kind, message = MEMORY, f"ran out of memory {place}: {what or type(error).__name__}; "
         message += memory_advice(config, place.phase)

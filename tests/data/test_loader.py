@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -61,8 +62,8 @@ def assert_same(one: MacroBatch, other: MacroBatch) -> None:
     assert one.pixels.keys() == other.pixels.keys()
     assert all(torch.equal(one.pixels[i], other.pixels[i]) for i in one.pixels)
     for a, b in zip(one.microbatches, other.microbatches, strict=True):
-        assert torch.equal(a.input_ids_BS, b.input_ids_BS)
-        assert torch.equal(a.position_ids_3BS, b.position_ids_3BS)
+        assert a.samples == b.samples
+        assert all(map(torch.equal, a.tensors, b.tensors))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -246,16 +247,20 @@ def test_validation_does_not_read_past_eval_iters(sources: dict[str, Path]) -> N
         assert sum(p.decoded for p in ranks) == 2 * sum(len(spec.items) for spec in ranks[0].specs(0))
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_damaged_image_surfaces_as_itself(tmp_path: Path, prefetch: int) -> None:
+@pytest.mark.parametrize(("prefetch", "workers"), [(0, 0), (2, 0), (2, 1), (2, 2)])
+def test_a_damaged_image_surfaces_as_itself(tmp_path: Path, prefetch: int, workers: int) -> None:
     save_image(tmp_path / "whole.png", 100, 100)
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:2000])
     samples: list[Any] = [sharegpt("<image>", "3", ["cut.png"], id=f"s{i}") for i in range(4)]
-    config = make_config(write_jsonl(tmp_path / "s.jsonl", samples), model={"global_batch_size": 2}, prefetch=prefetch)
+    source, data = write_jsonl(tmp_path / "s.jsonl", samples), {"prefetch": prefetch, "workers": workers}
+    config = make_config(source, model={"global_batch_size": 2}, **data)
     with pipelines(make_plan(config, Grid(), Grid(), (1, 1))) as (pipeline,):
         for _ in range(2):  # and again when it is asked again
-            with pytest.raises(UserError, match=r"s\.jsonl line \d \(id s\d\): the sample has the image .*cut\.png"):
+            message = rf"{source} line \d \(id s\d\): the sample has the image .*cut\.png, which is damaged .*; .* it"
+            with pytest.raises(UserError) as found:
                 list(pipeline.step(0))
+            assert type(found.value) is UserError
+            assert re.fullmatch(message, str(found.value))  # nothing around it
 
 
 def test_an_image_that_changed_size_is_noticed(tmp_path: Path) -> None:

@@ -93,12 +93,12 @@ def close(a: Any, b: Any, relative: float) -> None:
 def test_a_resumed_run_equals_an_unbroken_one(digits: Path, tmp_path: Path) -> None:
     """Killed inside iteration 6 with a checkpoint of iteration 3: iterations 4 and 5 are done again, no sample is lost.
 
-    The unbroken run validates in between, which leaves no trace.
+    The unbroken run validates in between, which leaves no trace; it reads in a thread, the broken one in processes.
     """
     keys = ("model.train_iters=8", "model.vision_micro_batch_size=2")  # two macro batches an iteration
     unbroken = plan_of(digits, tmp_path / "unbroken", *keys, "model.eval_interval=2")
     run_ranks(4, train, unbroken)
-    broken = plan_of(digits, tmp_path / "broken", *keys, "system.checkpoint.save_interval=3")
+    broken = plan_of(digits, tmp_path / "broken", *keys, "system.checkpoint.save_interval=3", "data.workers=1")
     run_ranks(4, train, broken, 5)
     assert len(losses(tmp_path / "broken")) == 5
     (tmp_path / "broken" / "checkpoints" / ".partial-iter_0000005").mkdir()  # half written: must not be taken

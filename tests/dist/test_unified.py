@@ -127,14 +127,17 @@ def reading(plan: ExperimentPlan) -> dict[str, Any]:
     watch_files()
     pipeline = DataPipeline(plan, TRAIN, dist.get_rank())
     try:
-        batches = list(pipeline.step(0))
+        steps = pipeline.step(0)
+        batches = [next(steps)]
+        ahead = pipeline._prefetcher is not None and pipeline._prefetcher._depth
+        batches += steps
         texts = [sample for batch in batches for text in batch.microbatches for sample in text.sample_ids]
         return {
             "samples": pipeline.sample_ids(0),
             "texts": texts,
             "opened": list(_opened),
             "decoded": pipeline.decoded,
-            "ahead": pipeline._prefetcher is not None and pipeline._prefetcher._depth,
+            "ahead": ahead,
             "items": sum(len(batch.spec.items) for batch in batches),
         }
     finally:

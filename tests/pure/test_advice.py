@@ -8,7 +8,7 @@ import pytest
 
 from flagscale.config.loading import load
 from flagscale.config.schema import Config
-from flagscale.plan.advice import divergence_advice, memory_advice, peer_advice
+from flagscale.plan.advice import divergence_advice, memory_advice, peer_advice, reader_advice
 from flagscale.plan.build import make_plan
 from flagscale.plan.notes import notes
 
@@ -50,6 +50,13 @@ def test_lost_peers(config: Config) -> None:
     system = replace(config.system, platform="cpu", checkpoint=replace(config.system.checkpoint, save_interval=None))
     restarting = replace(config, experiment=replace(config.experiment, runner=runner), system=system)
     assert peer_advice(restarting) == "set system.checkpoint.save_interval (now null) to have one"
+
+
+def test_lost_readers(config: Config) -> None:
+    data = replace(config.data, workers=2, prefetch=4)
+    said = reader_advice(replace(config, data=data))
+    for part in ("/dev/shm", "data.prefetch (now 4)", "data.workers (now 2)", "data.workers=0"):
+        assert part in said
 
 
 def test_values_that_are_not_finite(config: Config) -> None:
