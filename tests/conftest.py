@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before anything imports torch: test processes share few cores, and thread pools that compete for them stall.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
 
 # A property is about values, not about how long a shared machine takes over one example.
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")
+
+_SLOW = ("bench", "checkpoint", "dist", "models", "runner")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of the slow folders first, by name, which mixes those that compute with those that wait for processes: two
+    workers take files in this order, and neither is left with a slow one at the end."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: (item.path.relative_to(here).parts[0] not in _SLOW, item.path.name))

@@ -40,8 +40,8 @@ def initialize(language: Grid, seed: int) -> ProcessGroupCollection:
 def destroy() -> None:
     """Forgets the layout and what routers recorded; the process groups themselves end with torch.distributed.
 
-    The scale of the balancing loss belongs to the schedule that set it. A backward pass outside of one leaves a scale of
-    shape [], into which no schedule of a later model in this process could copy its own of shape [1].
+    The scale of the balancing loss belongs to the schedule that set it. A backward pass outside of one leaves a scale
+    of shape [], into which no schedule of a later model in this process could copy its own of shape [1].
     """
     parallel_state.destroy_model_parallel()
     destroy_moe_metrics_tracker()

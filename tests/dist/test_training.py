@@ -91,32 +91,32 @@ def close(a: Any, b: Any, relative: float) -> None:
 
 
 def test_a_resumed_run_equals_an_unbroken_one(digits: Path, tmp_path: Path) -> None:
-    """Killed inside iteration 6 with a checkpoint of iteration 3: iterations 4 and 5 are done again, no sample is lost.
+    """Killed inside iteration 5 with a checkpoint of iteration 2: iterations 3 and 4 are done again, no sample is lost.
 
     The unbroken run validates in between, which leaves no trace; it reads in a thread, the broken one in processes.
     """
-    keys = ("model.train_iters=8", "model.vision_micro_batch_size=2")  # two macro batches an iteration
+    keys = ("model.train_iters=6", "model.vision_micro_batch_size=2")  # two macro batches an iteration
     unbroken = plan_of(digits, tmp_path / "unbroken", *keys, "model.eval_interval=2")
     run_ranks(4, train, unbroken)
-    broken = plan_of(digits, tmp_path / "broken", *keys, "system.checkpoint.save_interval=3", "data.workers=1")
-    run_ranks(4, train, broken, 5)
-    assert len(losses(tmp_path / "broken")) == 5
+    broken = plan_of(digits, tmp_path / "broken", *keys, "system.checkpoint.save_interval=2", "data.workers=1")
+    run_ranks(4, train, broken, 4)
+    assert len(losses(tmp_path / "broken")) == 4
     (tmp_path / "broken" / "checkpoints" / ".partial-iter_0000005").mkdir()  # half written: must not be taken
     run_ranks(4, train, broken)
     close(losses(tmp_path / "broken"), losses(tmp_path / "unbroken"), 1e-6)
     names = sorted(path.name for path in (tmp_path / "broken" / "checkpoints").glob("iter_*"))
-    assert names == ["iter_0000006", "iter_0000008"]  # the newest two are kept
+    assert names == ["iter_0000004", "iter_0000006"]  # the newest two are kept
 
 
 def test_a_checkpoint_continues_at_another_layout(digits: Path, tmp_path: Path) -> None:
-    """Four iterations at TP2, then at TP1 and ViT TP2: the same as eight at TP2, up to rounding."""
-    whole = plan_of(digits, tmp_path / "whole", "model.train_iters=6")
+    """Two iterations at TP2, then two at TP1 and ViT TP2: the same as four at TP2, up to rounding."""
+    whole = plan_of(digits, tmp_path / "whole", "model.train_iters=4")
     run_ranks(4, train, whole)
-    first = plan_of(digits, tmp_path / "moved", "model.train_iters=3")
+    first = plan_of(digits, tmp_path / "moved", "model.train_iters=2")
     run_ranks(4, train, first)
     layout = ("model.tensor_model_parallel_size=1", "model.vision_tensor_model_parallel_size=2")
     second = plan_of(
-        digits, tmp_path / "moved", "model.train_iters=6", *layout, "model.micro_batch_size=2",
+        digits, tmp_path / "moved", "model.train_iters=4", *layout, "model.micro_batch_size=2",
         "model.vision_micro_batch_size=8",
     )  # fmt: skip
     run_ranks(4, train, second)
@@ -125,8 +125,8 @@ def test_a_checkpoint_continues_at_another_layout(digits: Path, tmp_path: Path) 
 
 def test_unified_equals_colocated(digits: Path, tmp_path: Path) -> None:
     """The same batches, losses and norms, up to rounding."""
-    colocated = plan_of(digits, tmp_path / "colocated", "model.train_iters=6")
-    unified = plan_of(digits, tmp_path / "unified", "model.train_iters=6", "model.use_mimo=false")
+    colocated = plan_of(digits, tmp_path / "colocated", "model.train_iters=4")
+    unified = plan_of(digits, tmp_path / "unified", "model.train_iters=4", "model.use_mimo=false")
     assert (colocated.layout, unified.layout) == ("colocated", "unified")
     for plan in (colocated, unified):
         run_ranks(4, train, plan)
