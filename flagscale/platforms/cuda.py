@@ -31,7 +31,7 @@ def cuda_platform() -> Platform:
     """NCCL on GPU number LOCAL_RANK; Transformer Engine and flash-linear-attention where installed.
 
     Raises:
-        UserError: no GPU, no GPU for this local rank, or a triton version with which the gated delta rule is wrong.
+        UserError: no GPU, no GPU for this local rank, or a version of triton or cuDNN with which gradients are wrong.
     """
     # Read when this process first uses its GPU. Megatron-Core's tensor parallel overlap relies on kernels being issued
     # in one order; the launcher sets it too, other programs may not.
@@ -44,6 +44,7 @@ def cuda_platform() -> Platform:
             f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; "
             "lower experiment.runner.nproc_per_node"
         )
+    check_cudnn()
     device = torch.device(CUDA, local_rank)
     fla = _installed("fla-core") or _installed("flash-linear-attention")
     triton = _installed("triton")
@@ -64,6 +65,21 @@ def cuda_platform() -> Platform:
         ),
         install=_installer(device, fla is not None),
     )
+
+
+def check_cudnn() -> None:
+    """Refuses a process in which PyTorch finds a cuDNN other than the one it was built with (`flagscale/cudnn.py`).
+
+    Raises:
+        UserError: names both versions.
+    """
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        raise UserError(
+            f"{str(error).split('. ')[0]}; gradients of attention in a CUDA graph are wrong with parts of two: set "
+            "CUDNN_HOME, and LD_LIBRARY_PATH if need be, to PyTorch's own (site-packages/nvidia/cudnn)"
+        ) from error
 
 
 def communication_settings(environment: Mapping[str, str]) -> str:

@@ -12,11 +12,11 @@ from tests.dist.pool import run_ranks
 from tests.dist.test_training import train
 from tools.data import make_digits
 
-ITERATIONS = 8
+ITERATIONS = 6
 OVERRIDES = (
     "model=qwen35_tiny_moe", "model.tensor_model_parallel_size=2", "model.expert_model_parallel_size=2",
     "model.sequence_parallel=true", f"model.train_iters={ITERATIONS}", "model.init_method_std=0.06",
-    "model.optimizer.lr_warmup_iters=0", "model.eval_interval=null", "data.valid_path=null",
+    "model.optimizer.lr_warmup_iters=0", "model.global_batch_size=16", "model.eval_interval=null", "data.valid_path=null",
     "system.logging.wandb=false", "system.logging.tensorboard=false",
 )  # fmt: skip
 

@@ -154,21 +154,16 @@ def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
     assert dataclasses.replace(plan) == plan
 
 
-def test_mfu_is_the_share_of_the_peak_that_is_given(digits: Path, tmp_path: Path) -> None:
-    keys = ("model.train_iters=1", "system.peak_tflops=0.5", "model.eval_interval=null")
-    plan = plan_of(digits, tmp_path / "run", *keys)
-    run_ranks(4, train, plan)
-    line = read_metrics(tmp_path / "run")[0]
-    assert line["mfu"] == pytest.approx(line["tflops_per_gpu"] / 0.5)
-
-
 def frozen_after(plan: ExperimentPlan) -> int:
     """Objects that garbage collection leaves out on this rank after a run."""
     train(plan)
     return gc.get_freeze_count()
 
 
-def test_a_run_leaves_nothing_frozen(digits: Path, tmp_path: Path) -> None:
-    """Or a process that trains again would keep the model of every run before."""
-    plan = plan_of(digits, tmp_path / "run", "model.train_iters=1", "model.eval_interval=null")
-    assert run_ranks(4, frozen_after, plan) == [0] * 4
+def test_a_short_run(digits: Path, tmp_path: Path) -> None:
+    """`mfu` is the share of the peak that is given. Nothing stays frozen: a process that trains again would keep the
+    model of every run before."""
+    keys = ("model.train_iters=1", "system.peak_tflops=0.5", "model.eval_interval=null")
+    assert run_ranks(4, frozen_after, plan_of(digits, tmp_path / "run", *keys)) == [0] * 4
+    line = read_metrics(tmp_path / "run")[0]
+    assert line["mfu"] == pytest.approx(line["tflops_per_gpu"] / 0.5)

@@ -18,7 +18,7 @@ from flagscale.train.step import TrainStep
 from tests.dist.harness import loss_weights, macro_batches
 from tests.gpu import reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def state_of(platform: Any, expected: dict[str, Any], **keys: Any) -> TrainState
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_bf16_gradients_are_near_the_cpu(platform: Any, expected: dict[str, Any], cuda_graph: bool) -> None:
     """bf16 keeps 8 bits: after all layers a gradient is off by several percent whatever computes it. Bounded by what
-    the CPU's bf16 path is off by in the same parameter, which rounds more often. A wrong kernel is off by 1."""
+    the CPU's bf16 path is off by: by 1.25 times that in the same parameter, and less than that in the median, since the
+    CPU rounds more often. A wrong kernel is off by 1."""
     state = state_of(platform, expected, bf16=True, cuda_graph=cuda_graph)
     try:
         sums, gradients = reference.step(state)
@@ -55,7 +56,7 @@ def test_bf16_gradients_are_near_the_cpu(platform: Any, expected: dict[str, Any]
         found, on_cpu = reference.errors(gradients, expected["gradients"]), expected["bf16_errors"]
         wrong = {name: (error, on_cpu[name]) for name, error in found.items() if not error < 1.25 * on_cpu[name]}
         assert not wrong, wrong
-        assert statistics.median(found.values()) < 0.03
+        assert statistics.median(error / on_cpu[name] for name, error in found.items()) < 1
     finally:
         state.topology.destroy()
 

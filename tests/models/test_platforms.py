@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from torch import Tensor
 from flagscale.config.errors import UserError
 from flagscale.platforms import get_platform
 from flagscale.platforms.cpu_adam import CpuFusedAdam
-from flagscale.platforms.cuda import check_triton, communication_settings, peak_flops
+from flagscale.platforms.cuda import check_cudnn, check_triton, communication_settings, peak_flops
 from flagscale.platforms.torch_kernels import causal_conv1d, chunk_gated_delta_rule, l2norm
 from tests.dist.pool import Pool, run_ranks
 
@@ -141,6 +145,32 @@ def test_cuda_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"system\.platform"):
         get_platform("cuda")
+
+
+def test_a_mixture_of_two_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version() -> int:
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 19, 0) but found (9, 14, 0). More")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    with pytest.raises(UserError, match=r"found \(9, 14, 0\); gradients .* CUDNN_HOME"):
+        check_cudnn()
+
+
+def test_every_part_of_torch_s_cudnn_is_loaded_before_transformer_engine(tmp_path: Path) -> None:
+    """By importing a package that imports it; nothing is, where there is no Transformer Engine."""
+    library = tmp_path / "nvidia/cudnn/lib/libcudnn_part.so.9"
+    library.parent.mkdir(parents=True)
+    subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", str(library)], check=True)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for package, engine in itertools.product(("train", "models"), (False, True)):
+        if engine:
+            (tmp_path / "transformer_engine").mkdir()
+        show = f"import flagscale.{package}, sys; print(open('/proc/self/maps').read(), 'torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True, check=True)
+        assert (str(library) in done.stdout) == engine
+        assert done.stdout.split()[-1] == "False"
+        if engine:
+            (tmp_path / "transformer_engine").rmdir()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def language_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Pla
         bias_activation_fusion=platform.is_cuda and not platform.transformer_engine,
         cross_entropy_loss_fusion=platform.is_cuda,
         cross_entropy_fusion_impl="te" if platform.transformer_engine else "native",
+        apply_rope_fusion=False,  # the fused kernel does not know a batch with different positions a sample
         mrope_section=list(model.mrope_section),
         mtp_num_layers=model.mtp_num_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
@@ -90,6 +91,7 @@ def vision_config(model: ModelConfig, *, grid: Grid, bf16: bool, platform: Platf
         normalization="LayerNorm",
         layernorm_epsilon=model.vision_norm_epsilon,
         activation_func=gelu_tanh,
+        apply_rope_fusion=platform.transformer_engine,
         bias_activation_fusion=False,  # the fused kernels know exact GELU and SwiGLU only
         add_bias_linear=True,
         tensor_model_parallel_size=grid.tp,
@@ -119,5 +121,4 @@ def _common(bf16: bool, platform: Platform) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "apply_rope_fusion": False,  # the fused kernels do not know a batch with different positions a sample
     }

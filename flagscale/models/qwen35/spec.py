@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from flagscale.models.qwen35.attention import CoreAttention, GatedSelfAttention
 from flagscale.models.qwen35.delta_net import GatedDeltaNet
@@ -123,9 +124,12 @@ def vision_block(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.no_mask},
-        submodules=SelfAttentionSubmodules(linear_qkv=use.column, core_attention=CoreAttention, linear_proj=use.row),
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=use.column, core_attention=CoreAttention, linear_proj=_adding_bias(use.row)
+        ),
     )
-    layer = _layer(attention, use.layer_norm, _mlp(use))
+    mlp = MLPSubmodules(linear_fc1=_adding_bias(use.column), linear_fc2=_adding_bias(use.row))
+    layer = _layer(attention, use.layer_norm, partial(MLP.as_mlp_submodule, submodules=mlp))
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers)
 
 
@@ -158,8 +162,23 @@ def _layer(attention: ModuleSpec, norm: Any, mlp: Any) -> ModuleSpec:
     )
 
 
+def _adding_bias(linear: Any) -> Any:
+    """The linear, adding its bias itself: in the matrix product, where there is no sum over ranks in between.
+
+    Megatron-Core leaves the bias to kernels that it fuses with what follows. Those know exact GELU and SwiGLU only, or
+    want torch.compile, and without them a bias is a pass over the activations.
+    """
+
+    def build(*args: Any, skip_bias_add: bool, tp_group: ProcessGroup, **kwargs: Any) -> Any:
+        built = linear(*args, skip_bias_add=False, tp_group=tp_group, **kwargs)
+        if tp_group.size() == 1 and hasattr(built, "gemm_bias_unfused_add"):
+            built.gemm_bias_unfused_add = False  # Transformer Engine sets it for row parallel linears of any group
+        return built
+
+    return build
+
+
 def _mlp(use: Parts) -> Any:
-    # The activation is used where the configuration asks for Transformer Engine's; the vision encoder's GELU has none.
     submodules = MLPSubmodules(linear_fc1=use.column, linear_fc2=use.row, activation_func=use.swiglu)
     return partial(MLP.as_mlp_submodule, submodules=submodules)
 

@@ -6,7 +6,8 @@ Patches come in merge-block order: the merge x merge patches of one visual token
 
 from __future__ import annotations
 
-import functools
+import itertools
+from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -68,16 +69,11 @@ class VisionEncoder(MegatronModule):
         return self.merger(hidden_PE)
 
     def _trunk(self, pixels_PC: Tensor, grid_hw: list[tuple[int, int]]) -> Tensor:
-        device, merge = self.position_table.device, self.model.vision_spatial_merge_size
-        places = [_places(h, w, self.side, merge) for h, w in grid_hw]
-        taps_P4, weights_P4, row_column_P2 = (
-            to_device(torch.cat(parts), device) for parts in zip(*places, strict=True)
-        )
+        device = self.position_table.device
+        places = Places.of(grid_hw, self.model.vision_spatial_merge_size, device)
         hidden_PE = self.patch_embed(pixels_PC.to(device, self.patch_embed.weight.dtype))
-        hidden_PE = hidden_PE + self._position(taps_P4, weights_P4).to(hidden_PE.dtype)
-        angles = vision_angles(
-            row_column_P2[:, 0], row_column_P2[:, 1], self.config.kv_channels, self.model.vision_rotary_base
-        )
+        hidden_PE = hidden_PE + self._position(places).to(hidden_PE.dtype)
+        angles = vision_angles(places.row_P, places.column_P, self.config.kv_channels, self.model.vision_rotary_base)
         hidden_P1E = self.blocks(
             hidden_states=hidden_PE.unsqueeze(1),
             attention_mask=None,
@@ -86,12 +82,18 @@ class VisionEncoder(MegatronModule):
         )
         return hidden_P1E.squeeze(1)
 
-    def _position(self, taps_P4: Tensor, weights_P4: Tensor) -> Tensor:
-        """[P, E] bilinear interpolation of the position table, in fp32; tap by tap, to store one copy and not four."""
-        out = torch.zeros((), device=taps_P4.device)
-        for tap in range(4):
-            rows = functional.embedding(taps_P4[:, tap], self.position_table)
-            out = out + rows.float() * weights_P4[:, tap, None]
+    def _position(self, places: Places) -> Tensor:
+        """[P, E] bilinear interpolation of the position table, in fp32; tap by tap, to store one copy and not four.
+
+        The table's corners coincide with the item's corners (align_corners).
+        """
+        rows = _taps(places.row_P, places.height_P, self.side)
+        columns = _taps(places.column_P, places.width_P, self.side)
+        out = torch.zeros((), device=places.row_P.device)
+        for row_P, row_weight_P in rows:
+            for column_P, column_weight_P in columns:
+                taken_PE = functional.embedding(row_P * self.side + column_P, self.position_table)
+                out = out + taken_PE.float() * (row_weight_P * column_weight_P)[:, None]
         return out
 
     def _trunk_trains(self) -> bool:
@@ -123,25 +125,39 @@ class PatchMerger(MegatronModule):
         return merged + bias
 
 
-@functools.lru_cache(maxsize=128)
-def _places(grid_h: int, grid_w: int, side: int, merge: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where an item's patches lie: table rows [P, 4] and weights [P, 4] for the interpolation, row and column [P, 2].
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where patches lie, [P] each, in merge-block order: row and column in their item, and the item's size in patches.
 
-    The table's corners coincide with the item's corners (align_corners). Patches in merge-block order.
+    Worked out on the device, in as many operations for a thousand items as for one: on the host they took longer than
+    the encoder's first layers.
     """
-    index = torch.arange(grid_h * grid_w).view(grid_h // merge, merge, grid_w // merge, merge)
-    order_P = index.transpose(1, 2).flatten()
-    row_P, column_P = order_P // grid_w, order_P % grid_w
-    (top, low), (left, right) = _taps(row_P, grid_h, side), _taps(column_P, grid_w, side)
-    pairs = [(a, b) for a in (top, low) for b in (left, right)]
-    taps_P4 = torch.stack([a[0] * side + b[0] for a, b in pairs], -1)
-    weights_P4 = torch.stack([a[1] * b[1] for a, b in pairs], -1)
-    return taps_P4, weights_P4, torch.stack((row_P, column_P), -1)
+
+    row_P: Tensor
+    column_P: Tensor
+    height_P: Tensor
+    width_P: Tensor
+
+    @classmethod
+    def of(cls, grid_hw: list[tuple[int, int]], merge: int, device: torch.device) -> Places:
+        """Places of the patches of these items, one item after the other."""
+        sizes = [h * w for h, w in grid_hw]
+        first = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        items_I4 = torch.tensor([(h, w, f, n) for (h, w), f, n in zip(grid_hw, first, sizes, strict=True)])
+        items_I4 = to_device(items_I4, device)
+        # The total is known: without it the host would wait for the device to add it up.
+        height_P, width_P, first_P = items_I4[:, :3].repeat_interleave(items_I4[:, 3], 0, output_size=sum(sizes)).T
+        patch_P = torch.arange(sum(sizes), device=device) - first_P
+        block_P, inside_P = patch_P // merge**2, patch_P % merge**2
+        across_P = width_P // merge
+        row_P = block_P // across_P * merge + inside_P // merge
+        column_P = block_P % across_P * merge + inside_P % merge
+        return cls(row_P, column_P, height_P, width_P)
 
 
-def _taps(index_P: Tensor, size: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _taps(index_P: Tensor, size_P: Tensor, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The two table coordinates around each position of an axis, and their weights."""
-    source_P = index_P.float() * (side - 1) / max(size - 1, 1)
+    source_P = index_P.float() * (side - 1) / (size_P - 1).clamp(min=1)
     low_P = source_P.floor()
     high_weight_P = source_P - low_P
     return (low_P.long(), 1 - high_weight_P), ((low_P.long() + 1).clamp(max=side - 1), high_weight_P)
