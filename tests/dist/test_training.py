@@ -19,8 +19,8 @@ from flagscale.train.build import build
 from flagscale.train.language import LossWeights
 from flagscale.train.loop import Training
 from flagscale.train.metrics import read_metrics
+from tests.data.helpers import small_digits
 from tests.dist.pool import run_ranks
-from tools.data import make_digits
 
 SMALL = (
     "model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vision_hidden_size=32",
@@ -30,12 +30,10 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def digits() -> Path:
     """A small digits data set."""
-    folder = tmp_path_factory.mktemp("digits")
-    make_digits.make(folder, seed=1, num_train=200)
-    return folder
+    return small_digits()
 
 
 HELD_OUT = 32  # samples; every run ends with all of them, and whole runs here are a few iterations long

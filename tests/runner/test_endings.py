@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.data.helpers import small_digits
 from tests.runner.test_training_job import start
-from tools.data import make_digits
 
 ENTRYPOINT = Path(__file__).parent / "failing_trainer.py"
 MESSAGES = {
@@ -41,12 +42,11 @@ def test_one_message(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.timeout(600)
 def test_a_damaged_image_ends_all_ranks(tmp_path: Path) -> None:
     """One rank reads it, between the exchanges of a step: the other does not wait for it for ever."""
-    make_digits.make(tmp_path / "digits", seed=1, num_train=100)
-    source = tmp_path / "digits" / "train.jsonl"
+    source = shutil.copytree(small_digits(), tmp_path / "digits") / "train.jsonl"
     samples = map(json.loads, source.read_text().splitlines())
     image = source.parent / next(sample["images"][0] for sample in samples if sample.get("images"))
     image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
-    output, _ = start(tmp_path).communicate(timeout=550)
+    output, _ = start(tmp_path, data=source).communicate(timeout=550)
     ending = rf"error: {source} line \d+ \(id .*\): the sample has the image {image}, which is damaged .*"
     assert len([line for line in output.splitlines() if re.fullmatch(ending, line)]) == 1, output
     assert output.lower().count("error") == 1, output

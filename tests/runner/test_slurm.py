@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.helpers import small_digits
 from tests.runner.ranks import check_restarted, checkpoints, iterations_of, rank_process
 from tests.runner.slurm_cluster import SlurmCluster
-from tools.data import make_digits
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -154,28 +154,26 @@ def test_lost_node_puts_the_job_back_into_the_queue(run: Run) -> None:
     assert "COMPLETED on n[1-2]" in output
 
 
-def start_demo(run: Run, folder: Path, *overrides: str, **settings: object) -> subprocess.Popen[str]:
+def start_demo(run: Run, *overrides: str, **settings: object) -> subprocess.Popen[str]:
     """The demo in small, a rank on each node, submitted and followed."""
-    make_digits.make(folder / "digits", seed=1, num_train=100)
     del run.settings["data.valid_path"]
     return run.start(
         *TINY,
         *overrides,
         experiment__task__entrypoint=ROOT / "flagscale/train/megatron/train_qwen35.py",
         experiment__runner__nproc_per_node=1,
-        data__train_path=folder / "digits/train.jsonl",
+        data__train_path=small_digits() / "train.jsonl",
         model__tensor_model_parallel_size=1,
         **settings,
     )
 
 
 @pytest.mark.timeout(600)
-def test_killed_rank_is_restarted_from_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
+def test_killed_rank_is_restarted_from_the_newest_checkpoint(run: Run) -> None:
     """By torchrun, inside the job: Slurm does not notice."""
     iterations = 14
     job = start_demo(
         run,
-        tmp_path,
         experiment__runner__max_restarts=1,
         model__train_iters=iterations,
         system__checkpoint__save_interval=2,
@@ -190,11 +188,10 @@ def test_killed_rank_is_restarted_from_the_newest_checkpoint(run: Run, tmp_path:
 
 
 @pytest.mark.timeout(900)
-def test_job_is_requeued_before_its_time_limit_and_resumes(run: Run, tmp_path: Path) -> None:
+def test_job_is_requeued_before_its_time_limit_and_resumes(run: Run) -> None:
     """Slurm warns at its first look at the limit, 5 to 35 s after the start; ended here once it has resumed."""
     job = start_demo(
         run,
-        tmp_path,
         "experiment.runner.slurm.time_limit=1",
         "experiment.runner.slurm.signal_before=25",
         model__train_iters=100_000,

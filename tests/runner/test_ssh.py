@@ -14,8 +14,8 @@ import pytest
 
 from flagscale.runner import processes
 from flagscale.runner.record import load_record
+from tests.data.helpers import small_digits
 from tests.runner.sshd import Server, Servers
-from tools.data import make_digits
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -220,7 +220,6 @@ def test_host_without_the_shared_folder(tmp_path: Path, servers: Servers, cluste
 
 @pytest.mark.timeout(600)
 def test_two_hosts_train_the_demo(cluster: Cluster, tmp_path: Path) -> None:
-    make_digits.make(tmp_path / "digits", seed=1, num_train=100)
     small = ("hidden_size", "vision_hidden_size", "kv_channels"), ("ffn_hidden_size", "vision_ffn_hidden_size")
     sizes = {f"model.{name}": size for names, size in zip(small, (32, 48), strict=True) for name in names}
     code, output = cluster.run(
@@ -229,7 +228,7 @@ def test_two_hosts_train_the_demo(cluster: Cluster, tmp_path: Path) -> None:
         model__global_batch_size=16,
         model__train_iters=2,
         model__eval_interval="null",
-        data__train_path=tmp_path / "digits/train.jsonl",
+        data__train_path=small_digits() / "train.jsonl",
         data__valid_path="null",
         experiment__task__entrypoint=ROOT / "flagscale/train/megatron/train_qwen35.py",
         system__logging__wandb="false",

@@ -16,9 +16,9 @@ from flagscale.config.errors import UserError
 from flagscale.runner import processes
 from flagscale.runner.record import load_record
 from flagscale.train.timeline import PHASES, draw_timeline, read_trace
+from tests.data.helpers import small_digits
 from tests.runner.ranks import check_restarted, rank_process
 from tools import timeline
-from tools.data import make_digits
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -31,16 +31,15 @@ SMALL = (
 ITERATIONS = 14
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    """`run.py` on the demo in small."""
-    make_digits.make(folder / "digits", seed=1, num_train=100)
+def start(folder: Path, *overrides: str, data: Path | None = None) -> subprocess.Popen[str]:
+    """`run.py` on the demo in small, or on other data."""
     return subprocess.Popen(
         [
             sys.executable,
             str(ROOT / "run.py"),
             *SMALL,
             f"experiment.exp_dir={folder}/run",
-            f"data.train_path={folder}/digits/train.jsonl",
+            f"data.train_path={data or small_digits() / 'train.jsonl'}",
             f"model.train_iters={ITERATIONS}",
             *overrides,
         ],
