@@ -13,16 +13,18 @@ import torch.distributed as dist
 
 from flagscale.data.text import TextBatch
 from flagscale.models.qwen35.language import VisualRows
-from flagscale.plan.layout import LANGUAGE
+from flagscale.plan.layout import LANGUAGE, VISION
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.train import language as language_module
 from flagscale.train import step as step_module
 from flagscale.train import vision as vision_module
 from flagscale.train.build import TrainState
+from flagscale.train.evaluate import evaluate
 from flagscale.train.graphs import MicrobatchLoss
 from flagscale.train.overlap import start_gather
 from flagscale.train.step import TrainStep
 from tests.dist.harness import (
+    HeldOut,
     Samples,
     build_state,
     full_gradients,
@@ -169,6 +171,46 @@ def test_a_replayed_model_is_reduced_before_the_encoders_backward(factor: int) -
 )
 def test_with_recomputation_and_frozen_parts(keys: dict[str, Any]) -> None:
     check("vit_dp4-llm_tp2dp2", 4, **keys)
+
+
+def pending_when_called(plan: ExperimentPlan) -> dict[str, list[str]]:
+    """Modules that were called, in a validation and in a step right after an optimizer step each, with " early" where
+    parameters of theirs were still on their way. Runs on a rank of the pool."""
+    state = build_state(plan)
+    found: dict[str, list[str]] = {}
+    called: list[str] = []
+
+    def pending(name: str) -> bool:
+        module = state.wrapped[name]
+        groups = (*module.bucket_groups, *module.expert_parallel_bucket_groups)
+        return any(group.param_gather_handle is not None for group in groups)
+
+    def note(name: str) -> None:
+        called.append(name + " early" * pending(name))
+
+    try:
+        for name, module in state.raw.items():
+            module.register_forward_pre_hook(lambda *_, name=name: note(name))
+        step = TrainStep(state)
+        for n, action in enumerate(("validation", "step")):
+            step.run(macro_batches(plan, SAMPLES, dist.get_rank(), n), loss_weights(plan, SAMPLES, n))
+            assert all(map(pending, state.wrapped)), "nothing is on its way"
+            called.clear()
+            if action == "validation":
+                evaluate(state, step, HeldOut(plan, SAMPLES, plan.batch.global_batch_size), 1)
+            else:
+                step.accumulate(macro_batches(plan, SAMPLES, dist.get_rank(), n), loss_weights(plan, SAMPLES, n))
+            found[action] = sorted(set(called))
+        return found
+    finally:
+        state.topology.destroy()
+
+
+def test_a_module_is_called_when_its_parameters_have_arrived() -> None:
+    """In a validation too, which may follow any step."""
+    plan = plan_of("vit_dp4-llm_tp2dp2", 2, overlap=True)
+    expected = {action: sorted((LANGUAGE, VISION)) for action in ("validation", "step")}
+    assert run_ranks(4, pending_when_called, plan) == [expected] * 4
 
 
 BROKEN = {
