@@ -30,8 +30,8 @@ SMALL = (
     "model.linear_num_value_heads=8", "model.linear_key_head_dim=16", "model.linear_value_head_dim=16",
     "model.vocab_size=128", "model.vision_num_layers=2", "model.vision_hidden_size=64",
     "model.vision_ffn_hidden_size=96", "model.vision_num_attention_heads=4", "model.init_method_std=0.06",
-    "model.seq_length=192", "data.max_pixels=180224", "data.prefetch=0", "data.workers=0", "system.platform=cpu",
-    "system.bf16=false",
+    "model.seq_length=192", "data.min_pixels=1024", "data.max_pixels=180224", "data.prefetch=0", "data.workers=0",
+    "system.platform=cpu", "system.bf16=false",
 )  # fmt: skip
 """A recipe of real size in small, with its layout and its batch."""
 

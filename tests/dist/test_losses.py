@@ -14,6 +14,7 @@ from tests.dist.pool import run_ranks
 
 ITERATIONS = 6
 MEAN, MAXIMUM = 5e-4, 5e-3  # relative differences that training in fp32 may show
+GROWTH = 1e-6  # rounding, which may be larger for one factor than for another
 SAMPLES = Samples(seed=11)
 COMMON = {
     "tensor_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 16, "num_layers": 2,
@@ -39,16 +40,22 @@ def losses(plan: ExperimentPlan) -> list[tuple[float, float]]:
 
 
 def test_losses_do_not_depend_on_the_factor() -> None:
-    """Mean and maximum relative difference to unified, for factors 2, 4 and 8."""
+    """Mean and maximum relative difference to unified, for factors 2, 4 and 8; it does not grow with the factor."""
     unified: dict[str, Any] = {"use_mimo": False}
     reference = run_ranks(4, losses, make_plan(4, **COMMON, **unified), timeout=180)[0]
     assert reference[-1][0] < 0.97 * reference[1][0], "nothing was learnt, so nothing is compared"
+    means: list[list[float]] = []
     for factor in (2, 4, 8):
         plan = make_plan(4, **COMMON, vision_micro_batch_size=factor // 2)
         assert (plan.layout, plan.batch.vit_batch_factor) == ("colocated", factor)
         found = run_ranks(4, losses, plan, timeout=180)[0]
+        mean = [0.0, 0.0]
         for which in (0, 1):
             pairs = zip(reference, found, strict=True)
             differences = [abs(one[which] - other[which]) / one[which] for one, other in pairs]
-            assert sum(differences) / len(differences) <= MEAN, f"factor {factor}: {differences}"
+            mean[which] = sum(differences) / len(differences)
+            assert mean[which] <= MEAN, f"factor {factor}: {differences}"
             assert max(differences) <= MAXIMUM, f"factor {factor}: {differences}"
+        means.append(mean)
+    for of_loss in zip(*means, strict=True):
+        assert of_loss[-1] <= 3 * of_loss[0] + GROWTH, f"it grows with the factor: {of_loss}"
