@@ -12,7 +12,7 @@ from flagscale.train.step import TrainStep
 from tests.dist.harness import Samples, build_state, loss_weights, macro_batches, make_plan
 from tests.dist.pool import run_ranks
 
-ITERATIONS = 6
+ITERATIONS = 12
 MEAN, MAXIMUM = 5e-4, 5e-3  # relative differences that training in fp32 may show
 GROWTH = 1e-6  # rounding, which may be larger for one factor than for another
 SAMPLES = Samples(seed=11)
@@ -43,7 +43,7 @@ def test_losses_do_not_depend_on_the_factor() -> None:
     """Mean and maximum relative difference to unified, for factors 2, 4 and 8; it does not grow with the factor."""
     unified: dict[str, Any] = {"use_mimo": False}
     reference = run_ranks(4, losses, make_plan(4, **COMMON, **unified), timeout=180)[0]
-    assert reference[-1][0] < 0.97 * reference[1][0], "nothing was learnt, so nothing is compared"
+    assert reference[-1][0] < 0.9 * reference[1][0], "nothing was learnt, so nothing is compared"
     means: list[list[float]] = []
     for factor in (2, 4, 8):
         plan = make_plan(4, **COMMON, vision_micro_batch_size=factor // 2)

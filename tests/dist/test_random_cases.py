@@ -3,7 +3,7 @@
 Cases come in groups that share a built model (layout, frozen parts, heads, experts), because building costs more than a
 case. Each case draws its batch (microbatches, factor, short last macro batch, balance, recomputation, packing), its
 samples, and the order in which it trains, validates and steps. `-m long` runs a thousand cases, the rest of the suite
-twenty-four of other seeds. The single process computes padded rows whatever the case packs.
+forty of other seeds. The single process computes padded rows whatever the case packs.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def reference() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("seed", CI_SEEDS)
 def test_random_cases(reference: Pool, seed: int) -> None:
-    run_group(reference, seed, cases=3)
+    run_group(reference, seed, cases=5)
 
 
 @pytest.mark.long
