@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
+from torch.profiler import record_function
 
 from flagscale.data.text import TextBatch
 from flagscale.models.qwen35.language import VisualRows
+from flagscale.train.timeline import MARK, MICROBATCH
 
 HOST_FIELDS = ("sample_ids", "lengths", "num_tokens")  # of a TextBatch: no tensors
 WARM_UP = 3  # eager runs before the capture: autotuning, workspaces and communicators have to exist
@@ -58,10 +60,11 @@ class MicrobatchGraph:
         """
         if self._inputs is None:
             self._inputs = self._allocate(batch, rows, weights)
-        self._fill(batch, rows, weights)
-        if self._graph is None:
-            self._capture()
-        self._graph.replay()
+        with record_function(MARK + MICROBATCH):  # a replay leaves no marks of what was captured
+            self._fill(batch, rows, weights)
+            if self._graph is None:
+                self._capture()
+            self._graph.replay()
         if rows.embeddings_VD.requires_grad:
             rows.embeddings_VD.grad = self._inputs.rows.embeddings_VD.grad[: len(rows.embeddings_VD)].clone()
         return self._sums.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,9 @@ PHASES = {
 }
 MICROBATCH = "microbatch"
 """Forward of one microbatch, inside the phase `language`: a line where it starts."""
-_ON_GPU = "gpu_user_annotation"
-_ON_CPU = "user_annotation"
+_ANNOTATION = "user_annotation"
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _ROWS_SHOWN = 16
 
 
@@ -37,7 +39,8 @@ class Span:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The phases of a trace, by start. On a GPU the time between their first and last kernel counts, not the host's.
+    """The phases of a trace, by start. With kernels in it a phase lasts from the first to the last of those that were
+    launched during it, not as long as the host was in it.
 
     Raises:
         UserError: when the file is no trace.
@@ -49,14 +52,50 @@ def read_trace(path: Path) -> list[Span]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = type(error).__name__
         raise UserError(f"{path}: is no Chrome trace ({reason}); write one with experiment.profile") from error
-    phases = [event for event in events if str(event.get("name", "")).startswith(MARK) and "dur" in event]
-    on_gpu = [event for event in phases if event.get("cat") == _ON_GPU]
-    chosen = on_gpu or [event for event in phases if event.get("cat") == _ON_CPU]
+    phases = [
+        event
+        for event in events
+        if event.get("cat") == _ANNOTATION and "dur" in event and str(event.get("name", "")).startswith(MARK)
+    ]
+    times = _times_on_gpu(phases, events) or [(event["ts"], event["ts"] + event["dur"]) for event in phases]
     spans = [
-        Span(phase=event["name"].removeprefix(MARK), start=base + event["ts"] / 1e6, length=event["dur"] / 1e6)
-        for event in chosen
+        Span(phase=event["name"].removeprefix(MARK), start=base + time[0] / 1e6, length=(time[1] - time[0]) / 1e6)
+        for event, time in zip(phases, times, strict=True)
+        if time is not None
     ]
     return sorted(spans, key=lambda span: span.start)
+
+
+def _times_on_gpu(phases: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[tuple[float, float] | None]:
+    """(start, end) in us of each phase's kernels, None where it launched none; [] for a trace without kernels.
+
+    The profiler's own annotations of the GPU miss what other threads launch, such as autograd's a backward pass.
+    Of kernels on several streams those on the one with the most count: a reduction that a backward pass starts goes on
+    beside the next phase.
+    """
+    kernels: dict[int, list[dict[str, Any]]] = {}  # by what ties them to their launch; a graph's share one
+    for event in events:
+        if event.get("cat") in _ON_GPU:
+            kernels.setdefault(event["args"]["correlation"], []).append(event)
+    if not kernels:
+        return []
+    launches = sorted(
+        (event["ts"], event["args"]["correlation"])
+        for event in events
+        if event.get("cat") in _LAUNCHES and event.get("args", {}).get("correlation") in kernels
+    )
+    found: list[tuple[float, float] | None] = []
+    for phase in phases:
+        first = bisect_left(launches, (phase["ts"],))
+        last = bisect_left(launches, (phase["ts"] + phase["dur"],))
+        by_stream: dict[Any, list[dict[str, Any]]] = {}
+        for _, correlation in launches[first:last]:
+            for kernel in kernels[correlation]:
+                by_stream.setdefault(kernel["args"].get("stream"), []).append(kernel)
+        own = max(by_stream.values(), key=len, default=[])
+        span = (min(k["ts"] for k in own), max(k["ts"] + k["dur"] for k in own)) if own else None
+        found.append(span)
+    return found
 
 
 def draw_timeline(folder: Path) -> Path:

@@ -50,8 +50,8 @@ Buckets = dict[str, tuple[int, int]]
 
 @dataclasses.dataclass
 class Trained:
-    """Of every step the gradients, on rank 0, what had begun before they were finalised, and how many items each encoder
-    had in each macro batch; all parameters.
+    """Of every step the gradients, on rank 0, what had begun before they were finalised, and how many items each
+    encoder had in each macro batch; all parameters.
 
     The optimizer's epsilon is above the gradients (`KEYS`), so that rounding does not turn an update over.
     """

@@ -74,6 +74,7 @@ def test_a_graph_equals_eager_launches(platform: Any, expected: dict[str, Any]) 
 
 
 PLAIN = {"gradient_accumulation_fusion": False, "overlap_grad_reduce": False, "overlap_param_gather": False}
+STEPS = {"gradient_accumulation_fusion": 0, "overlap_grad_reduce": 2, "overlap_param_gather": 2}
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
@@ -81,19 +82,22 @@ PLAIN = {"gradient_accumulation_fusion": False, "overlap_grad_reduce": False, "o
 def test_what_saves_time_changes_nothing(
     platform: Any, expected: dict[str, Any], key: str, cuda_graph: bool
 ) -> None:  # fmt: skip
-    """Two steps with one of these on and with none: rounding of a bf16 weight gradient at most."""
+    """One of these on, and none. Overlaps act from the second step on. Fusion leaves out the rounding of a bf16 weight
+    gradient, up to 2^-9 of it; Adam's first steps move a weight by the sign of its gradient, so that where it is near
+    zero rounding would turn the step over, and gradients are compared at the same weights."""
     results = []
     for keys in (PLAIN, PLAIN | {key: True, "ddp_bucket_size": 100_000}):
         state = state_of(platform, expected, bf16=True, cuda_graph=cuda_graph, **keys)
         step = TrainStep(state)
-        for n in range(2):
+        for n in range(STEPS[key]):
             weights = loss_weights(state.plan, reference.SAMPLES, n)
             step.run(macro_batches(state.plan, reference.SAMPLES, 0, n), weights)
         state.finish_gathers()
         results.append(reference.step(state))
         state.topology.destroy()
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)
-    wrong = {name: error for name, error in reference.errors(results[1][1], results[0][1]).items() if not error < 2e-2}
+    bound = 2e-2 if STEPS[key] else 5e-3
+    wrong = {name: error for name, error in reference.errors(results[1][1], results[0][1]).items() if not error < bound}
     assert not wrong, wrong
 
 

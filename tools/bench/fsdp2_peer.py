@@ -4,22 +4,25 @@
         --config-name 4b_h200x2 --settings mb8+ac mb4+ac mb4 --output outputs/peer
 
 One replica of the whole model over all ranks; vision and language in one forward pass, a microbatch at a time. bf16
-with fp32 master weights and reduction, fused AdamW. Attention by FlashAttention where `flash_attn` can be imported,
-else by PyTorch; the gated delta rule by flash-linear-attention where it can be imported. Multi-token prediction is left
-out: transformers does not have it. Settings are micro batch size, activation checkpointing (`+ac`), and parameters kept
-gathered from forward to backward (`+keep`); the benchmark (`mimo.py`) runs them in its turns as `fsdp2:mb8+ac`.
+with fp32 master weights and reduction, fused AdamW. The gated delta rule is flash-linear-attention's where that can be
+imported. What transformers would have from the packages `flash_attn` and `causal_conv1d`, which are built for one torch
+and one CUDA and are missing on most hosts, it is given (`_give_kernels`): FlashAttention over packed images and one
+kernel for the convolution. Multi-token prediction is left out: transformers does not have it. Settings are micro batch
+size, activation checkpointing (`+ac`), and parameters kept gathered from forward to backward (`+keep`); the benchmark
+(`mimo.py`) runs them in its turns as `fsdp2:mb8+ac`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.ssm.gated_delta_net import gdn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,6 +30,7 @@ from torch.nn import functional
 
 from flagscale.data.assignment import VisualItem
 from flagscale.data.macro import MacroBatch
+from flagscale.models.qwen35.attention import PackedSequences, attend_packed
 from flagscale.models.qwen35.canonical import canonical_tensors
 from flagscale.models.qwen35.weights import initial_tensor
 from flagscale.plan.hf_config import hf_config_tree
@@ -121,10 +125,10 @@ def _build(plan: ExperimentPlan, platform: Platform, settings: Settings) -> Any:
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     model_keys, bf16 = plan.config.model, plan.config.system.bf16
-    attention = "flash_attention_2" if platform.is_cuda and importlib.util.find_spec("flash_attn") else "sdpa"
     config = Qwen3_5Config.from_dict(hf_config_tree(model_keys))
     with platform.device:
-        model = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    _give_kernels(model)
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = init_device_mesh(platform.device.type, (plan.world_size,))
@@ -140,6 +144,47 @@ def _build(plan: ExperimentPlan, platform: Platform, settings: Settings) -> Any:
             whole = initial_tensor(name, tensors[name], model_keys, model_keys.seed, platform.device)
             parameter.copy_(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
     return model.train()
+
+
+_PACKED = "flash_packed"
+"""Name of an attention in transformers' register; one with "flash" in it is called once for all images."""
+
+
+def _give_kernels(model: Any) -> None:
+    """Packed attention of the encoder and the convolution of Gated DeltaNet, as this project has them here."""
+    from transformers import AttentionInterface
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+    from transformers.utils.generic import is_flash_attention_requested
+
+    AttentionInterface.register(_PACKED, _packed_attention)
+    # Not the public key, which asks for the package that its name stands for.
+    model.model.visual.config._attn_implementation_internal = _PACKED
+    assert is_flash_attention_requested(model.model.visual.config), "the encoder would attend image by image"
+    assert hasattr(modeling_qwen3_5, "causal_conv1d_fn"), "the convolution has another name"
+    modeling_qwen3_5.causal_conv1d_fn = _causal_conv1d
+
+
+def _packed_attention(
+    module: torch.nn.Module, q_1HTD: Tensor, k_1HTD: Tensor, v_1HTD: Tensor, *, scaling: float,
+    cu_seq_lens_q: Tensor, max_length_q: int, **unused: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention inside each image, as transformers calls it; [1, T, H, D]."""
+    packed = PackedSequences(
+        qkv_format="sbhd",
+        cu_seqlens_q=cu_seq_lens_q,
+        max_seqlen_q=int(max_length_q),
+        lengths=() if q_1HTD.is_cuda else tuple(cu_seq_lens_q.diff().tolist()),
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (q_1HTD, k_1HTD, v_1HTD))
+    return attend_packed(q, k, v, packed, causal=False, scale=scaling)[None], None
+
+
+def _causal_conv1d(
+    x_BDT: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, **unused: object
+) -> Tensor:
+    """Depthwise convolution over T, as transformers calls it; [B, D, T]."""
+    out_BTD, _ = gdn.causal_conv1d(x=x_BDT.transpose(1, 2), weight=weight, bias=bias, activation=activation)
+    return out_BTD.transpose(1, 2)
 
 
 def main() -> int:

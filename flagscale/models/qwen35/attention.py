@@ -95,23 +95,13 @@ class CoreAttention(MegatronModule):
         assert attention_bias is None, "no bias in this model"
         if packed_seq_params is not None:
             assert attention_mask is None, "packed sequences have no padding"
-            out = self._packed(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params)
+            q_THD, k_TGD, v_TGD = (x.squeeze(1) for x in (query, key, value))
+            out = attend_packed(q_THD, k_TGD, v_TGD, packed_seq_params, causal=self.causal, scale=self.scale)
             return out.flatten(1).unsqueeze(1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [B, heads, S, D]
         mask = None if attention_mask is None else self._mask(attention_mask)
-        out = self._attend(q, k, v, mask)
+        out = _attend(q, k, v, mask, causal=self.causal, scale=self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=self.causal and mask is None,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
 
     def _mask(self, real_BS: Tensor) -> Tensor:
         """[B, 1, S, S]; a padding token sees itself, since a row without any key has no softmax."""
@@ -120,27 +110,48 @@ class CoreAttention(MegatronModule):
         mask = real_BS[:, None, None, :] | eye
         return mask & torch.ones_like(eye).tril() if self.causal else mask
 
-    def _packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed: PackedSequences) -> Tensor:
-        if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-            return self._packed_cuda(q_THD, k_TGD, v_TGD, packed)
-        out = [
-            self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in parts), None)[0].transpose(0, 1)
-            for parts in zip(*(x.split(packed.lengths) for x in (q_THD, k_TGD, v_TGD)), strict=True)
-        ]
-        return torch.cat(out)
 
-    def _packed_cuda(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed: PackedSequences) -> Tensor:
-        """One FlashAttention call for all sequences; it has no CPU kernel and no fp32."""
-        from torch.nn.attention.varlen import varlen_attn
+def attend_packed(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed: PackedSequences, *, causal: bool, scale: float | None
+) -> Tensor:
+    """Attention inside each of the packed sequences; [T, H, D].
 
-        repeat = q_THD.shape[1] // k_TGD.shape[1]
-        if repeat > 1:
-            k_TGD, v_TGD = (x.repeat_interleave(repeat, dim=1) for x in (k_TGD, v_TGD))
-        borders, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        window = (-1, 0 if self.causal else -1)
-        return varlen_attn(
-            q_THD, k_TGD, v_TGD, borders, borders, longest, longest, scale=self.scale, window_size=window
-        )
+    Args:
+        scale: of the scores; None: 1 / sqrt(D).
+    """
+    if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+        return _attend_packed_cuda(q_THD, k_TGD, v_TGD, packed, causal=causal, scale=scale)
+    out = [
+        _attend(*(x.transpose(0, 1).unsqueeze(0) for x in parts), None, causal=causal, scale=scale)[0].transpose(0, 1)
+        for parts in zip(*(x.split(packed.lengths) for x in (q_THD, k_TGD, v_TGD)), strict=True)
+    ]
+    return torch.cat(out)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None) -> Tensor:
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _attend_packed_cuda(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed: PackedSequences, *, causal: bool, scale: float | None
+) -> Tensor:
+    """One FlashAttention call for all sequences; it has no CPU kernel and no fp32."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeat = q_THD.shape[1] // k_TGD.shape[1]
+    if repeat > 1:
+        k_TGD, v_TGD = (x.repeat_interleave(repeat, dim=1) for x in (k_TGD, v_TGD))
+    borders, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    window = (-1, 0 if causal else -1)
+    return varlen_attn(q_THD, k_TGD, v_TGD, borders, borders, longest, longest, scale=scale, window_size=window)
 
 
 class GatedSelfAttention(SelfAttention):
