@@ -36,6 +36,8 @@ def cuda_platform() -> Platform:
     # Read when this process first uses its GPU. Megatron-Core's tensor parallel overlap relies on kernels being issued
     # in one order; the launcher sets it too, other programs may not.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Triton keeps what tuning found beside its compiled kernels: flash-linear-attention's takes minutes.
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     if not torch.cuda.is_available():
         raise UserError("system.platform is cuda, but this process sees no GPU; set system.platform=cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

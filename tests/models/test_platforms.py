@@ -195,6 +195,17 @@ def test_triton_with_wrong_gradients_is_refused_on_hopper(
         check_triton("0.6.0", triton, capability)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_tuned_kernels_are_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in ((None, "1"), ("0", "0")):
+        monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
+        if given is not None:
+            monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", given)
+        with pytest.raises(UserError, match="sees no GPU"):
+            get_platform("cuda")
+        assert os.environ["TRITON_CACHE_AUTOTUNING"] == expected
+
+
 def network_threads() -> int:
     """Threads of this rank that wait for gloo's network, once there are many groups that have all been used."""
     for _ in range(5):

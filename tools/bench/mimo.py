@@ -103,7 +103,8 @@ class Bench:
                 self._platform.synchronize()
                 profiler.after(last + 1)
             if self._platform.is_cuda:
-                memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self._platform.device)
+                # Reserved: what is allocated leaves out a CUDA graph's own pool.
+                memory = torch.tensor(torch.cuda.max_memory_reserved() / 2**30, device=self._platform.device)
                 dist.all_reduce(memory, op=dist.ReduceOp.MAX)
                 measured.memory_gib = max(measured.memory_gib, memory.item())
         finally:

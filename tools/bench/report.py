@@ -22,7 +22,7 @@ class Measured:
         round_s: step times of each round.
         host_s: of each timed step, seconds the host took to launch a phase; empty on a CPU.
         flops, vision_flops, num_tokens, visual_share: of the step after the warm-up.
-        memory_gib: of the fullest rank, 0 where unknown.
+        memory_gib: most that was reserved on a GPU, of the fullest rank; 0 where unknown.
     """
 
     name: str
