@@ -159,6 +159,7 @@ def _serve(connection: Connection) -> None:
             if fn is None:
                 dist.destroy_process_group()
                 gc.collect()  # models and groups hold each other; the threads of a group end with it
+                gc.freeze()  # what is left are imports, which the next collection need not look through
             connection.send((True, value))
         except BaseException:  # whatever a case raises belongs to the test
             connection.send((False, traceback.format_exc()))

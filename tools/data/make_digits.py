@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 SMALLEST_SIDE, LARGEST_SIDE = 64, 160  # pixels
 STRETCH = (0.95, 1.05)  # of each side, so that height and width differ
@@ -196,6 +195,8 @@ def make(folder: Path, seed: int, num_train: int) -> bool:
     building = folder.with_name(f".{folder.name}.building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
+    from sklearn.datasets import load_digits  # takes a second
+
     scans, digits = load_digits(return_X_y=True)
     scans = scans.reshape(-1, 8, 8)
     order = np.random.default_rng(seed).permutation(len(scans))
