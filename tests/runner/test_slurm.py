@@ -22,7 +22,7 @@ ROOT = HERE.parents[1]
 TINY = (
     "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vision_hidden_size=32",
     "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4", "model.kv_channels=32",
-    "model.global_batch_size=16", "model.eval_interval=null",
+    "model.num_layers=2", "model.full_attention_interval=2", "model.global_batch_size=16", "model.eval_interval=null",
     "system.logging.wandb=false", "system.logging.tensorboard=false", "data.valid_path=null",
 )  # fmt: skip
 
@@ -155,12 +155,12 @@ def test_lost_node_puts_the_job_back_into_the_queue(run: Run) -> None:
 
 
 def start_demo(run: Run, *overrides: str, **settings: object) -> subprocess.Popen[str]:
-    """The demo in small, a rank on each node, submitted and followed."""
+    """The demo in small and paced, a rank on each node, submitted and followed."""
     del run.settings["data.valid_path"]
     return run.start(
         *TINY,
         *overrides,
-        experiment__task__entrypoint=ROOT / "flagscale/train/megatron/train_qwen35.py",
+        experiment__task__entrypoint=HERE / "paced_trainer.py",
         experiment__runner__nproc_per_node=1,
         data__train_path=small_digits() / "train.jsonl",
         model__tensor_model_parallel_size=1,
@@ -171,7 +171,7 @@ def start_demo(run: Run, *overrides: str, **settings: object) -> subprocess.Pope
 @pytest.mark.timeout(600)
 def test_killed_rank_is_restarted_from_the_newest_checkpoint(run: Run) -> None:
     """By torchrun, inside the job: Slurm does not notice."""
-    iterations = 14
+    iterations = 8
     job = start_demo(
         run,
         experiment__runner__max_restarts=1,

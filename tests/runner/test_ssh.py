@@ -224,6 +224,8 @@ def test_two_hosts_train_the_demo(cluster: Cluster, tmp_path: Path) -> None:
     sizes = {f"model.{name}": size for names, size in zip(small, (32, 48), strict=True) for name in names}
     code, output = cluster.run(
         **sizes,
+        model__num_layers=2,
+        model__full_attention_interval=2,
         model__linear_num_value_heads=4,
         model__global_batch_size=16,
         model__train_iters=2,

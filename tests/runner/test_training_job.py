@@ -22,13 +22,14 @@ from tools import timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vision_hidden_size=32",
-    "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4", "model.kv_channels=32",
-    "model.global_batch_size=8", "model.eval_interval=null", "data.valid_path=null", "system.logging.wandb=false",
-    "system.logging.tensorboard=false", "model.micro_batch_size=1", "model.vision_micro_batch_size=2",
-    "model.tensor_model_parallel_size=1", "experiment.runner.nproc_per_node=2",
+    "model.num_layers=2", "model.full_attention_interval=2", "model.hidden_size=32", "model.ffn_hidden_size=48",
+    "model.vision_hidden_size=32", "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4",
+    "model.kv_channels=32", "model.global_batch_size=8", "model.eval_interval=null", "data.valid_path=null",
+    "system.logging.wandb=false", "system.logging.tensorboard=false", "model.micro_batch_size=1",
+    "model.vision_micro_batch_size=2", "model.tensor_model_parallel_size=1", "experiment.runner.nproc_per_node=2",
 )  # fmt: skip
-ITERATIONS = 14
+ITERATIONS = 8
+PACED = Path(__file__).parent / "paced_trainer.py"
 
 
 def start(folder: Path, *overrides: str, data: Path | None = None) -> subprocess.Popen[str]:
@@ -53,10 +54,11 @@ def start(folder: Path, *overrides: str, data: Path | None = None) -> subprocess
 def test_killed_rank_is_restarted_from_the_newest_checkpoint_and_profiled(tmp_path: Path) -> None:
     job = start(
         tmp_path,
+        f"experiment.task.entrypoint={PACED}",
         "system.checkpoint.save_interval=2",
         "experiment.runner.max_restarts=1",
-        "experiment.profile.start=13",
-        "experiment.profile.stop=14",
+        "experiment.profile.start=7",
+        "experiment.profile.stop=8",
     )
     exp_dir = tmp_path / "run"
     deadline = time.monotonic() + 300
