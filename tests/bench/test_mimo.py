@@ -15,8 +15,9 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 900  # s
 TINY = (
-    "model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vision_hidden_size=32",
-    "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4", "model.kv_channels=32",
+    "model.num_layers=2", "model.full_attention_interval=2", "model.hidden_size=32", "model.ffn_hidden_size=48",
+    "model.vision_hidden_size=32", "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4",
+    "model.kv_channels=32",
     "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.micro_batch_size=1",
     "model.global_batch_size=4", "model.seq_length=192", "model.eval_interval=null", "data.valid_path=null",
     "data.packing=none", "data.min_pixels=1024", "data.max_pixels=180224", "data.prefetch=0",

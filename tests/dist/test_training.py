@@ -23,10 +23,10 @@ from tests.data.helpers import small_digits
 from tests.dist.pool import run_ranks
 
 SMALL = (
-    "model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vision_hidden_size=32",
-    "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4", "model.kv_channels=32",
-    "model.seq_length=144", "model.global_batch_size=16", "model.eval_iters=1", "system.logging.wandb=false",
-    "system.logging.tensorboard=false",
+    "model.num_layers=2", "model.full_attention_interval=2", "model.hidden_size=32", "model.ffn_hidden_size=48",
+    "model.vision_hidden_size=32", "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4",
+    "model.kv_channels=32", "model.seq_length=144", "model.global_batch_size=16", "model.eval_iters=1",
+    "system.logging.wandb=false", "system.logging.tensorboard=false",
 )  # fmt: skip
 
 
@@ -40,13 +40,14 @@ HELD_OUT = 32  # samples; every run ends with all of them, and whole runs here a
 
 
 def plan_of(digits: Path, exp_dir: Path, *overrides: str) -> ExperimentPlan:
-    """The plan of the default run in small, with the first held-out samples of a digits data set."""
+    """The plan of the default run in small, with the first held-out samples of a digits data set; `overrides` win."""
     held_out = digits / "held_out.jsonl"
     if not held_out.exists():
         lines = (digits / "valid.jsonl").read_text().splitlines(keepends=True)
         held_out.write_text("".join(lines[:HELD_OUT]))
     data = (f"data.train_path={digits}/train.jsonl", f"data.valid_path={held_out}")
-    loaded = load("qwen35_mimo", None, [*SMALL, *data, f"experiment.exp_dir={exp_dir}", *overrides])
+    chosen = {text.split("=", 1)[0]: text for text in (*SMALL, *data, f"experiment.exp_dir={exp_dir}", *overrides)}
+    loaded = load("qwen35_mimo", None, list(chosen.values()))
     return checked_plan(loaded, torchrun_command)
 
 
