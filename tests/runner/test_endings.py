@@ -46,7 +46,7 @@ def test_a_damaged_image_ends_all_ranks(tmp_path: Path) -> None:
     samples = map(json.loads, source.read_text().splitlines())
     image = source.parent / next(sample["images"][0] for sample in samples if sample.get("images"))
     image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
-    output, _ = start(tmp_path, data=source).communicate(timeout=550)
+    output, _ = start(tmp_path, data=source, iterations=100).communicate(timeout=550)  # the sample comes before
     ending = rf"error: {source} line \d+ \(id .*\): the sample has the image {image}, which is damaged .*"
     assert len([line for line in output.splitlines() if re.fullmatch(ending, line)]) == 1, output
     assert output.lower().count("error") == 1, output

@@ -32,7 +32,9 @@ ITERATIONS = 8
 PACED = Path(__file__).parent / "paced_trainer.py"
 
 
-def start(folder: Path, *overrides: str, data: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *overrides: str, data: Path | None = None, iterations: int = ITERATIONS
+) -> subprocess.Popen[str]:
     """`run.py` on the demo in small, or on other data."""
     return subprocess.Popen(
         [
@@ -41,7 +43,7 @@ def start(folder: Path, *overrides: str, data: Path | None = None) -> subprocess
             *SMALL,
             f"experiment.exp_dir={folder}/run",
             f"data.train_path={data or small_digits() / 'train.jsonl'}",
-            f"model.train_iters={ITERATIONS}",
+            f"model.train_iters={iterations}",
             *overrides,
         ],
         stdout=subprocess.PIPE,
