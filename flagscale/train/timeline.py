@@ -75,14 +75,14 @@ def _times_on_gpu(phases: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     """
     kernels: dict[int, list[dict[str, Any]]] = {}  # by what ties them to their launch; a graph's share one
     for event in events:
-        if event.get("cat") in _ON_GPU:
-            kernels.setdefault(event["args"]["correlation"], []).append(event)
+        if event.get("cat") in _ON_GPU and "dur" in event:
+            kernels.setdefault(_correlation(event), []).append(event)
     if not kernels:
         return []
     launches = sorted(
-        (event["ts"], event["args"]["correlation"])
+        (event["ts"], _correlation(event))
         for event in events
-        if event.get("cat") in _LAUNCHES and event.get("args", {}).get("correlation") in kernels
+        if event.get("cat") in _LAUNCHES and _correlation(event) in kernels
     )
     found: list[tuple[float, float] | None] = []
     for phase in phases:
@@ -91,11 +91,16 @@ def _times_on_gpu(phases: list[dict[str, Any]], events: list[dict[str, Any]]) ->
         by_stream: dict[Any, list[dict[str, Any]]] = {}
         for _, correlation in launches[first:last]:
             for kernel in kernels[correlation]:
-                by_stream.setdefault(kernel["args"].get("stream"), []).append(kernel)
+                by_stream.setdefault(kernel.get("args", {}).get("stream"), []).append(kernel)
         own = max(by_stream.values(), key=len, default=[])
         span = (min(k["ts"] for k in own), max(k["ts"] + k["dur"] for k in own)) if own else None
         found.append(span)
     return found
+
+
+def _correlation(event: dict[str, Any]) -> int:
+    """What a launch and its kernels share; 0, which no launch has, where it is not given."""
+    return int(event.get("args", {}).get("correlation", 0))
 
 
 def draw_timeline(folder: Path) -> Path:
