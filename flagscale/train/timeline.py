@@ -75,8 +75,8 @@ def _times_on_gpu(phases: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     """
     kernels: dict[int, list[dict[str, Any]]] = {}  # by what ties them to their launch; a graph's share one
     for event in events:
-        if event.get("cat") in _ON_GPU and "dur" in event:
-            kernels.setdefault(_correlation(event), []).append(event)
+        if event.get("cat") in _ON_GPU and (correlation := _correlation(event)) is not None:
+            kernels.setdefault(correlation, []).append(event)
     if not kernels:
         return []
     launches = sorted(
@@ -98,9 +98,9 @@ def _times_on_gpu(phases: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     return found
 
 
-def _correlation(event: dict[str, Any]) -> int:
-    """What a launch and its kernels share; 0, which no launch has, where it is not given."""
-    return int(event.get("args", {}).get("correlation", 0))
+def _correlation(event: dict[str, Any]) -> int | None:
+    """What a launch and its kernels share."""
+    return event.get("args", {}).get("correlation")  # type: ignore[no-any-return]
 
 
 def draw_timeline(folder: Path) -> Path:

@@ -6,15 +6,16 @@
 One replica of the whole model over all ranks; vision and language in one forward pass, a microbatch at a time. bf16
 with fp32 master weights and reduction, fused AdamW. The gated delta rule is flash-linear-attention's where that can be
 imported. What transformers would have from the packages `flash_attn` and `causal_conv1d`, which are built for one torch
-and one CUDA and are missing on most hosts, it is given (`_give_kernels`): FlashAttention over packed images and one
-kernel for the convolution. Multi-token prediction is left out: transformers does not have it. Settings are micro batch
-size, activation checkpointing (`+ac`), and parameters kept gathered from forward to backward (`+keep`); the benchmark
+and one CUDA, it is given where they are missing (`_give_kernels`): FlashAttention over packed images, and one kernel
+for the convolution. Multi-token prediction is left out: transformers does not have it. Settings are micro batch size,
+activation checkpointing (`+ac`), and parameters kept gathered from forward to backward (`+keep`); the benchmark
 (`mimo.py`) runs them in its turns as `fsdp2:mb8+ac`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -125,9 +126,10 @@ def _build(plan: ExperimentPlan, platform: Platform, settings: Settings) -> Any:
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     model_keys, bf16 = plan.config.model, plan.config.system.bf16
+    attention = "flash_attention_2" if platform.is_cuda and importlib.util.find_spec("flash_attn") else "sdpa"
     config = Qwen3_5Config.from_dict(hf_config_tree(model_keys))
     with platform.device:
-        model = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        model = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation=attention, dtype=torch.float32)
     _give_kernels(model)
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -151,17 +153,20 @@ _PACKED = "flash_packed"
 
 
 def _give_kernels(model: Any) -> None:
-    """Packed attention of the encoder and the convolution of Gated DeltaNet, as this project has them here."""
+    """Packed attention of the encoder and a kernel for the convolution, where transformers would have slow ones."""
     from transformers import AttentionInterface
     from transformers.models.qwen3_5 import modeling_qwen3_5
     from transformers.utils.generic import is_flash_attention_requested
 
-    AttentionInterface.register(_PACKED, _packed_attention)
-    # Not the public key, which asks for the package that its name stands for.
-    model.model.visual.config._attn_implementation_internal = _PACKED
-    assert is_flash_attention_requested(model.model.visual.config), "the encoder would attend image by image"
+    vision = model.model.visual.config
+    if not is_flash_attention_requested(vision):
+        AttentionInterface.register(_PACKED, _packed_attention)
+        # Not the public key, which asks for the package that its name stands for.
+        vision._attn_implementation_internal = _PACKED
+        assert is_flash_attention_requested(vision), "the encoder would attend image by image"
     assert hasattr(modeling_qwen3_5, "causal_conv1d_fn"), "the convolution has another name"
-    modeling_qwen3_5.causal_conv1d_fn = _causal_conv1d
+    if importlib.util.find_spec("causal_conv1d") is None:
+        modeling_qwen3_5.causal_conv1d_fn = _causal_conv1d
 
 
 def _packed_attention(
