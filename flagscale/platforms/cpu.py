@@ -191,7 +191,6 @@ def _patch_megatron() -> None:
 
     # The constructor wants flash-linear-attention even where the kernels are not used.
     gdn_common.HAVE_FLA = True
-    gdn_common.l2norm = torch_kernels.l2norm
     gdn.causal_conv1d = torch_kernels.causal_conv1d
     gdn.chunk_gated_delta_rule = torch_kernels.chunk_gated_delta_rule
 

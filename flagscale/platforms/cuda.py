@@ -128,7 +128,6 @@ def _installer(device: torch.device, fla: bool) -> Callable[[], None]:
             from flagscale.platforms import torch_kernels
 
             gdn_common.HAVE_FLA = True
-            gdn_common.l2norm = torch_kernels.l2norm
             gdn.causal_conv1d = torch_kernels.causal_conv1d
             gdn.chunk_gated_delta_rule = torch_kernels.chunk_gated_delta_rule
 

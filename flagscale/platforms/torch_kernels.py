@@ -1,10 +1,11 @@
 """Gated DeltaNet kernels in plain torch, for devices without flash-linear-attention.
 
-They take flash-linear-attention's arguments, so that Megatron-Core's GatedDeltaNet calls them unchanged. Sequences
-packed one after the other (`cu_seqlens`) stay apart in the convolution and in the recurrent state: Megatron-Core's own
-torch rule refuses packed input, and transformers' leaks over the boundaries.
+They take flash-linear-attention's arguments, so that the layer calls either alike. Sequences packed one after the other
+(`cu_seqlens`) stay apart in the convolution and in the recurrent state: Megatron-Core's own torch rule refuses packed
+input, and transformers' leaks over the boundaries.
 
-Shapes: B batch, T tokens, N sequences, H heads, K key dim, V value dim, C chunks, L chunk length, D channels, W taps.
+Shapes: B batch, T tokens, N sequences, H value heads, G key heads, K key dim, V value dim, C chunks, L chunk length,
+D channels, W taps.
 """
 
 from __future__ import annotations
@@ -64,16 +65,47 @@ def causal_conv1d(
     return y.to(x.dtype), None
 
 
+RAW_INPUTS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+"""What tells flash-linear-attention's rule that its inputs are as projected."""
+
+
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
     cu_seqlens: Tensor | None = None,
-    **unused: object,
+    **inputs: bool,
 ) -> tuple[Tensor, None]:
-    """The gated delta rule: o_t = S_t^T q_t / sqrt(K), S_t = R + beta_t k_t (v_t - R^T k_t)^T, R = exp(g_t) S_{t-1}.
+    """The gated delta rule of what a layer projects and convolves: queries and keys are scaled to length one, the decay
+    is exp(-exp(A_log) * softplus(g + dt_bias)), the write strength sigmoid(beta).
+
+    Args:
+        q, k: [B, T, G, K]; each of the G key heads serves H / G neighbouring value heads.
+        v: [B, T, H, V].
+        g, beta: [B, T, H].
+        A_log, dt_bias: [H].
+        cu_seqlens: as in `gated_delta_rule`.
+        inputs: `RAW_INPUTS`.
+
+    Returns:
+        ([B, T, H, V], None), None standing for the final state that training does not need.
+    """
+    assert inputs == RAW_INPUTS, "inputs that are prepared go to gated_delta_rule"
+    decay = -A_log.float().exp() * functional.softplus(g.float() + dt_bias.float())
+    shared = v.shape[2] // q.shape[2]
+    q, k = (l2norm(x).repeat_interleave(shared, dim=2) for x in (q, k))
+    return gated_delta_rule(q, k, v, decay, torch.sigmoid(beta.float()), cu_seqlens), None
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """o_t = S_t^T q_t / sqrt(K), S_t = R + beta_t k_t (v_t - R^T k_t)^T, R = exp(g_t) S_{t-1}.
 
     Computed chunk by chunk (Yang et al., Gated Delta Networks, arXiv 2412.06464): inside a chunk one triangular solve
     gives all corrected values, between chunks the state is carried. Everything in fp32.
@@ -86,7 +118,7 @@ def chunk_gated_delta_rule(
         cu_seqlens: [N + 1] borders of packed sequences, B must be 1; the state starts empty at each.
 
     Returns:
-        ([B, T, H, V], None), None standing for the final state that training does not need.
+        [B, T, H, V].
     """
     tensors = [x.float() for x in (q * q.shape[-1] ** -0.5, k, v, g, beta)]
     if cu_seqlens is None:
@@ -100,11 +132,11 @@ def chunk_gated_delta_rule(
             grid = x.new_zeros(rows, width, *x.shape[2:])
             grids.append(grid.index_put((row_T, column_T), x[0]))
         out = _rule(grids)[row_T, column_T].unsqueeze(0)
-    return out.to(v.dtype), None
+    return out.to(v.dtype)
 
 
 def _rule(tensors: list[Tensor]) -> Tensor:
-    """The rule over whole chunks; tensors as in `chunk_gated_delta_rule`, q scaled, T a multiple of CHUNK."""
+    """The rule over whole chunks; tensors as in `gated_delta_rule`, q scaled, T a multiple of CHUNK."""
     batch, tokens, heads = tensors[3].shape
     chunks = tokens // CHUNK
     q, k, v, g, beta = (

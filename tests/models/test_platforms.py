@@ -17,7 +17,13 @@ from flagscale.config.errors import UserError
 from flagscale.platforms import get_platform
 from flagscale.platforms.cpu_adam import CpuFusedAdam
 from flagscale.platforms.cuda import check_cudnn, check_triton, communication_settings, peak_flops
-from flagscale.platforms.torch_kernels import causal_conv1d, chunk_gated_delta_rule, l2norm
+from flagscale.platforms.torch_kernels import (
+    RAW_INPUTS,
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    gated_delta_rule,
+    l2norm,
+)
 from tests.dist.pool import Pool, run_ranks
 
 LENGTHS = [5, 64, 1, 131]
@@ -59,7 +65,7 @@ def gradients(out: Tensor, inputs: dict[str, Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("tokens", [1, 63, 64, 150])
 def test_chunked_rule_is_the_recurrence(tokens: int) -> None:
     inputs = rule_inputs(tokens)
-    chunked = chunk_gated_delta_rule(**{**inputs, "k": l2norm(inputs["k"])})[0]
+    chunked = gated_delta_rule(**{**inputs, "k": l2norm(inputs["k"])})
     expected = recurrent(**inputs)
     torch.testing.assert_close(chunked, expected, atol=1e-5, rtol=1e-5)
     for mine, other in zip(gradients(chunked, inputs), gradients(expected, inputs), strict=True):
@@ -68,12 +74,28 @@ def test_chunked_rule_is_the_recurrence(tokens: int) -> None:
 
 def test_packed_rule_keeps_sequences_apart() -> None:
     inputs = rule_inputs(sum(LENGTHS))
-    packed = chunk_gated_delta_rule(**{**inputs, "k": l2norm(inputs["k"])}, cu_seqlens=borders())[0]
+    packed = gated_delta_rule(**{**inputs, "k": l2norm(inputs["k"])}, cu_seqlens=borders())
     parts = zip(*(x.split(LENGTHS, dim=1) for x in inputs.values()), strict=True)
     expected = torch.cat([recurrent(*part) for part in parts], 1)
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
     for mine, other in zip(gradients(packed, inputs), gradients(expected, inputs), strict=True):
         assert (mine - other).norm() <= 1e-5 * other.norm()
+
+
+def test_the_rule_takes_what_a_layer_projects() -> None:
+    """Two value heads to a key head; every formula written out by head."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 70, 2, 8, generator=generator) for _ in range(2))
+    v = torch.randn(1, 70, 4, 6, generator=generator)
+    g, beta = (torch.randn(1, 70, 4, generator=generator) for _ in range(2))
+    A_log, dt_bias = torch.randn(4, generator=generator), torch.randn(4, generator=generator)
+    out = chunk_gated_delta_rule(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, **RAW_INPUTS)[0]
+    for head in range(4):
+        one = slice(head, head + 1)
+        query, key = (x[:, :, head // 2, None] / (x[:, :, head // 2, None].norm(dim=-1, keepdim=True)) for x in (q, k))
+        decay = -(A_log[head].exp()) * (1 + (g[..., one] + dt_bias[head]).exp()).log()
+        expected = recurrent(query, key, v[:, :, one], decay, 1 / (1 + (-beta[..., one]).exp()))
+        torch.testing.assert_close(out[:, :, one], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_packed_convolution_keeps_sequences_apart() -> None:

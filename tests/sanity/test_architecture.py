@@ -33,6 +33,7 @@ MANY_PARAMETERS = {
     "flagscale/models/qwen35/attention.py": "called by Megatron-Core with its signature of a core attention",
     "flagscale/models/qwen35/language.py": "called by Megatron-Core with its signatures",
     "flagscale/platforms/cpu_adam.py": "has the signature of the optimizer that it stands for",
+    "flagscale/platforms/torch_kernels.py": "has the signature of the kernels that it stands for",
     "flagscale/parallel/exchange.py": "keyword-only parts of the layout, each used once",
 }
 

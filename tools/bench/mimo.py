@@ -17,6 +17,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from flagscale.config.errors import UserError
 from flagscale.config.loading import load
 from flagscale.config.schema import ProfileConfig
+from flagscale.data.image import ImageSettings
 from flagscale.data.loader import DataPipeline
 from flagscale.plan.flops import vision_item_training_flops
 from flagscale.plan.plan import ExperimentPlan
@@ -226,11 +229,17 @@ def as_run(measured: Measured) -> Run:
 
 def write_data(options: argparse.Namespace) -> None:
     """Makes the data sets that the variants need, or finds them made."""
-    seq_length = load(options.config_name, options.config_path, options.overrides).config.model.seq_length
+    config = load(options.config_name, options.config_path, options.overrides).config
     shares = [] if own_data(options) else options.visual_share
     texts = [0.0] if any(name.startswith(TEXT) for name in options.variants) else []
     for share in (*shares, *texts):
-        wanted = pictures.Wanted(folder=data_folder(share, options), seq_length=seq_length, visual=share, seed=1)
+        wanted = pictures.Wanted(
+            folder=data_folder(share, options),
+            seq_length=config.model.seq_length,
+            visual=share,
+            seed=1,
+            image=ImageSettings.of(config),
+        )
         pictures.make(wanted, options.samples, workers=8)
 
 
@@ -275,24 +284,40 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark on this rank."""
+@contextmanager
+def session(
+    arguments: list[str] | None,
+) -> Iterator[tuple[argparse.Namespace, Platform, dict[float, list[Variant]]]]:
+    """What the command line asks for: options, the device, and variants by share of visual tokens; a world meanwhile.
+
+    Raises:
+        SystemExit: with a message, where a variant's configuration or the data breaks a rule.
+    """
     options = parse(arguments)
-    deadline = time.monotonic() + options.deadline
     if os.environ["RANK"] == "0":
         write_data(options)  # before this process has a GPU, since it makes others
     platform = get_platform(os.environ.get("BENCH_PLATFORM", "auto"))
     platform.install()
     dist.init_process_group(platform.backend)
     try:
-        chosen = {share: make_variants(options.variants, recipe_at(share, options)) for share in options.visual_share}
+        yield (
+            options,
+            platform,
+            {share: make_variants(options.variants, recipe_at(share, options)) for share in options.visual_share},
+        )
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
-    for share, variants in chosen.items():
-        folder = options.output if len(chosen) == 1 else options.output / f"visual-{share:g}"
-        Bench(variants, platform, options, folder).run(deadline)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark on this rank."""
+    began = time.monotonic()
+    with session(arguments) as (options, platform, chosen):
+        for share, variants in chosen.items():
+            folder = options.output if len(chosen) == 1 else options.output / f"visual-{share:g}"
+            Bench(variants, platform, options, folder).run(began + options.deadline)
     return 0
 
 

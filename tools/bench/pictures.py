@@ -21,6 +21,8 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
+from flagscale.data.image import ImageSettings
+
 SIDE_OF_TOKEN = 32  # pixels: 16 a patch, 2 x 2 patches merged
 MEDIAN_TOKENS, SIGMA = 340, 0.6  # of a picture
 SMALLEST, LARGEST = 64, 1024  # tokens of a picture
@@ -36,6 +38,13 @@ class Wanted:
     seq_length: int
     visual: float
     seed: int
+    image: ImageSettings
+    """How pictures are resized: a small one is enlarged, and has more tokens than were drawn for it."""
+
+    def tokens(self, width: int, height: int) -> int:
+        """Tokens of a picture of this size in pixels."""
+        grid_h, grid_w = self.image.grid(width, height)
+        return grid_h * grid_w // self.image.merge_size**2
 
 
 def grid_of(tokens: float, rng: random.Random) -> tuple[int, int]:
@@ -73,7 +82,7 @@ def make_sample(wanted: Wanted, number: int) -> str:
         picture = crop.resize((columns * SIDE_OF_TOKEN, rows * SIDE_OF_TOKEN), Image.Resampling.BILINEAR)
         names.append(f"images/{number:06d}-{i}.jpg")
         picture.save(wanted.folder / names[-1], quality=90)
-        used += rows * columns + 2
+        used += wanted.tokens(*picture.size) + 2
     question = "<image>" * len(names) + "Describe."
     room = wanted.seq_length - used - 60  # the template's own tokens
     answer = " ".join(rng.choices(WORDS, k=max(1, room // 3)))[: max(1, room - rng.randrange(0, 40))].strip()
@@ -84,7 +93,7 @@ def make_sample(wanted: Wanted, number: int) -> str:
 def make(wanted: Wanted, samples: int, workers: int) -> Path:
     """Writes the data set and returns its JSONL file; nothing to do when it is there for the same request."""
     target, stamp = wanted.folder / FILE, wanted.folder / "stamp.txt"
-    request = f"{samples} {wanted.seq_length} {wanted.visual} {wanted.seed}"
+    request = f"{samples} {wanted}"
     if target.is_file() and stamp.is_file() and stamp.read_text() == request:
         return target
     (wanted.folder / "images").mkdir(parents=True, exist_ok=True)
@@ -103,11 +112,19 @@ def main() -> int:
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--visual", type=float, default=0.5, help="share of a sample's tokens that is visual")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--min-pixels", type=int, default=65536, help="as data.min_pixels")
+    parser.add_argument("--max-pixels", type=int, default=16777216, help="as data.max_pixels")
     parser.add_argument("--workers", type=int, default=8)
     options = parser.parse_args()
     if not 0 <= options.visual <= 0.95:
         parser.error(f"--visual {options.visual}: must lie between 0 and 0.95")
-    wanted = Wanted(folder=options.folder, seq_length=options.seq_length, visual=options.visual, seed=options.seed)
+    image = ImageSettings(
+        patch_size=SIDE_OF_TOKEN // 2, merge_size=2, temporal_patch_size=2, min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+    )  # fmt: skip
+    wanted = Wanted(
+        folder=options.folder, seq_length=options.seq_length, visual=options.visual, seed=options.seed, image=image
+    )
     print(make(wanted, options.samples, options.workers))
     return 0
 

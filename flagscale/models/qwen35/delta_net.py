@@ -1,23 +1,31 @@
-"""Gated DeltaNet: Megatron-Core's layer, with padding on the left, packed sequences and fp32 decay."""
+"""Gated DeltaNet: Megatron-Core's parameters, with padding on the left, packed sequences, fp32 decay and fewer copies.
+
+Shapes: S tokens of a row, S_local those of this rank (S / TP with sequence parallelism), B rows, X projected channels,
+K key heads of this rank, H value heads of this rank, D key or value channels of a head, W taps.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.jit import jit_fuser
-from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet as MegatronGatedDeltaNet
+from megatron.core.ssm.gated_delta_net import gdn
 from torch import Tensor
-from torch.nn import functional
 
 from flagscale.models.qwen35.attention import PackedSequences
+from flagscale.platforms.torch_kernels import RAW_INPUTS
 
 
-class GatedDeltaNet(MegatronGatedDeltaNet):
-    """Takes the mask and the packing of `CoreAttention`, so that both kinds of layers are called alike."""
+class GatedDeltaNet(gdn.GatedDeltaNet):
+    """Takes the mask and the packing of `CoreAttention`, so that both kinds of layers are called alike.
+
+    The forward pass is this project's. Upstream's (0.19.2) takes exp(A_log) in the parameters' dtype, which in bfloat16
+    is off by up to 0.4 % in every decay, reads borders of packed sequences back from the device in every layer, and
+    copies: it repeats query and key heads, which flash-linear-attention's kernels share among value heads by
+    themselves, and splits and transposes in steps whose gradients are joined step by step.
+    """
 
     def forward(
         self,
@@ -29,7 +37,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         """Mixes tokens.
 
         Args:
-            hidden_states: [S, B, hidden], or the sequence parallel shard of it; packed: B = 1.
+            hidden_states: [S_local, B, hidden]; packed: B = 1.
             attention_mask: [B, S] bool, True where a token is real. Padding must be zero before the projections, or
                 the convolution carries it into the first real tokens of a sample padded on the left.
             packed_seq_params: borders of packed sequences; neither convolution nor state crosses them.
@@ -38,36 +46,68 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             Output of hidden_states' shape, and the bias of the output projection (None).
         """
         if attention_mask is not None:
-            real_SB1 = attention_mask.transpose(0, 1).unsqueeze(-1)
-            if self.sp_size > 1:
-                real_SB1 = real_SB1.chunk(self.sp_size)[self.tp_group.rank()]
-            hidden_states = hidden_states * real_SB1.to(hidden_states.dtype)
-        if packed_seq_params is not None:
-            packed_seq_params = dataclasses.replace(packed_seq_params, qkv_format="thd")
-        return super().forward(hidden_states, attention_mask=None, packed_seq_params=packed_seq_params, **kwargs)
+            hidden_states = hidden_states * self._real(attention_mask).to(hidden_states.dtype)
+        borders = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        projected_SBX, _ = self.in_proj(hidden_states)
+        *mixed, gate, beta_BSH, alpha_BSH = BatchFirstParts.apply(projected_SBX, self.in_proj_split_sections)
+        query, key, value = self._convolve(mixed, borders)
+        out_BSHD, _ = self.gated_delta_rule(
+            query.unflatten(-1, (-1, self.key_head_dim)),
+            key.unflatten(-1, (-1, self.key_head_dim)),
+            value.unflatten(-1, (-1, self.value_head_dim)),
+            alpha_BSH,
+            beta_BSH,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            cu_seqlens=borders,
+            **RAW_INPUTS,
+        )
+        normed = self._apply_gated_norm(out_BSHD, gate.unflatten(-1, (-1, self.value_head_dim)))
+        return self.out_proj(normed.view(*gate.shape).transpose(0, 1).contiguous())
 
-    def _resolve_cu_seqlens(
-        self, cu_seqlens_padded: Tensor | None, cu_seqlens_actual: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        # Upstream reads the last border back from the device in every layer to check it against the tokens.
-        return cu_seqlens_actual
+    def _real(self, attention_mask: Tensor) -> Tensor:
+        """[S_local, B, 1] of this rank's tokens."""
+        real_SB1 = attention_mask.transpose(0, 1).unsqueeze(-1)
+        return real_SB1.chunk(self.sp_size)[self.tp_group.rank()] if self.sp_size > 1 else real_SB1
+
+    def _convolve(self, parts: list[Tensor], borders: Tensor | None) -> list[Tensor]:
+        """Query, key and value, each convolved by itself, which leaves each contiguous for the kernels that follow."""
+        weights_XW = self.conv1d.weight.squeeze(1).split([part.shape[-1] for part in parts])
+        return [
+            gdn.causal_conv1d(x=part, weight=weight_XW, activation=self.activation, cu_seqlens=borders)[0]
+            for part, weight_XW in zip(parts, weights_XW, strict=True)
+        ]
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """norm(x) * silu(gate) by head, [B, S, H, V]; on a GPU in one kernel each way."""
+        """norm(x) * silu(gate) by head, [B, S, H, D]; on a GPU in one kernel each way."""
         fused = _fused_gated_norm() if x.is_cuda else None
         if fused is None:
             return super()._apply_gated_norm(x, gate)
         width = x.shape[-1]
         return fused(x.reshape(-1, width), gate.reshape(-1, width), self.out_norm.weight, None, eps=self.out_norm.eps)
 
-    @jit_fuser
-    def _compute_g_and_beta(
-        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        # Upstream takes exp(A_log) in the parameters' dtype; in bfloat16 that is off by up to 0.4 % in every decay.
-        # transformers computes it in fp32.
-        g = -A_log_local_cp.float().exp() * functional.softplus(alpha.float() + dt_bias_local_cp.float())
-        return g, torch.sigmoid(beta)
+
+class BatchFirstParts(torch.autograd.Function):
+    """[S, B, X] -> views [B, S, X_i] of its parts along X.
+
+    The gradients are written where they belong in one pass. Those of a split and a transposition would be joined in the
+    order of the parts, and then copied into the order of the whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole_SBX: Tensor, sections: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """`sections`: widths of the parts."""
+        ctx.sections = sections
+        return whole_SBX.transpose(0, 1).split(sections, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Gradients of every part, [B, S, X_i]."""
+        batch, tokens, _ = grads[0].shape
+        whole_SBX = grads[0].new_empty(tokens, batch, sum(ctx.sections))
+        for place, grad in zip(whole_SBX.transpose(0, 1).split(ctx.sections, dim=-1), grads, strict=True):
+            place.copy_(grad)
+        return whole_SBX, None
 
 
 @functools.cache
