@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+
+gc.disable()  # until all tests are imported, which stay
 
 # A property is about values, not about how long a shared machine takes over one example.
 settings.register_profile("shared-machine", deadline=None)
@@ -23,3 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     the workers of `make test` take files in this order, and none is left with a slow one at the end."""
     here = Path(__file__).parent
     items.sort(key=lambda item: (item.path.relative_to(here).parts[0] not in _SLOW, item.path.name))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for again, but not among what has been imported."""
+    gc.freeze()
+    gc.enable()

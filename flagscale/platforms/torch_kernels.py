@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 CHUNK = 64  # tokens solved at once; 64 is what flash-linear-attention uses, larger ones lose precision to the decay
+STEP = 16  # chunks of shorter sequences are a multiple of this
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -122,49 +123,64 @@ def gated_delta_rule(
     """
     tensors = [x.float() for x in (q * q.shape[-1] ** -0.5, k, v, g, beta)]
     if cu_seqlens is None:
-        padded = -(-q.shape[1] // CHUNK) * CHUNK
-        out = _rule([_pad_tokens(x, padded) for x in tensors])[:, : q.shape[1]]
+        tokens, chunk = q.shape[1], _chunk_of(q.shape[1])
+        out = _rule([_pad_tokens(x, -(-tokens // chunk) * chunk) for x in tensors], chunk)[:, :tokens]
     else:
         # Each sequence becomes a row of a batch, padded with tokens that neither write (beta 0) nor decay (g 0).
-        row_T, column_T, rows, width = _unpacked_index(cu_seqlens, q.shape[1])
+        row_T, column_T, rows, longest = _unpacked_index(cu_seqlens, q.shape[1])
+        chunk = _chunk_of(longest)
         grids = []
         for x in tensors:
-            grid = x.new_zeros(rows, width, *x.shape[2:])
+            grid = x.new_zeros(rows, -(-longest // chunk) * chunk, *x.shape[2:])
             grids.append(grid.index_put((row_T, column_T), x[0]))
-        out = _rule(grids)[row_T, column_T].unsqueeze(0)
+        out = _rule(grids, chunk)[row_T, column_T].unsqueeze(0)
     return out.to(v.dtype)
 
 
-def _rule(tensors: list[Tensor]) -> Tensor:
-    """The rule over whole chunks; tensors as in `gated_delta_rule`, q scaled, T a multiple of CHUNK."""
+def _chunk_of(tokens: int) -> int:
+    """Length of the chunks that sequences of up to so many tokens are cut into."""
+    return min(CHUNK, -(-tokens // STEP) * STEP)
+
+
+def _rule(tensors: list[Tensor], chunk: int) -> Tensor:
+    """The rule over whole chunks; tensors as in `gated_delta_rule`, q scaled, T a multiple of `chunk`."""
     batch, tokens, heads = tensors[3].shape
-    chunks = tokens // CHUNK
+    chunks = tokens // chunk
     q, k, v, g, beta = (
-        x.view(batch, chunks, CHUNK, heads, *x.shape[3:]).transpose(2, 3).transpose(1, 2) for x in tensors
+        x.view(batch, chunks, chunk, heads, *x.shape[3:]).transpose(2, 3).transpose(1, 2) for x in tensors
     )  # [B, H, C, L, ...]
     decay = g.cumsum(-1)
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).tril()
     # Above the diagonal the difference is positive and exp would overflow: mask before, not after.
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp()
     k_beta = k * beta.unsqueeze(-1)
     system = (k_beta @ k.transpose(-1, -2)) * between
-    right = torch.cat((v * beta.unsqueeze(-1), k_beta * decay.exp().unsqueeze(-1)), -1)
+    within = (q @ k.transpose(-1, -2)) * between
+    right = v * beta.unsqueeze(-1)
+    if chunks > 1:
+        right = torch.cat((right, k_beta * decay.exp().unsqueeze(-1)), -1)
     # unitriangular: the solver takes the diagonal as ones and does not read it.
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, reads = solved.split((v.shape[-1], k.shape[-1]), -1)
-    within = (q @ k.transpose(-1, -2)) * between
-    q_state = q * decay.exp().unsqueeze(-1)
-    k_state = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
-    keep = decay[..., -1].exp()[..., None, None]
+    out = within @ solved if chunks == 1 else _carried(q, k, decay, within, solved)
+    return out.transpose(1, 3).transpose(1, 2).reshape(batch, tokens, heads, v.shape[-1])
 
-    state = values.new_zeros(batch, heads, k.shape[-1], v.shape[-1])
-    out = []
-    for c in range(chunks):
+
+def _carried(q: Tensor, k: Tensor, decay: Tensor, within: Tensor, solved: Tensor) -> Tensor:
+    """Outputs [B, H, C, L, V] of several chunks, the state of each carried to the next; `solved` holds values corrected
+    inside their chunk, and what a chunk's values lose to the state before it."""
+    values, reads = solved.split((solved.shape[-1] - k.shape[-1], k.shape[-1]), -1)
+    q_state = q * decay.exp().unsqueeze(-1)
+    k_state = (k * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    keep = decay[..., -1].exp()[..., None, None]
+    chunks = q.shape[2]
+    corrected = values[:, :, 0]
+    out, state = [within[:, :, 0] @ corrected], k_state[:, :, 0] @ corrected
+    for c in range(1, chunks):
         corrected = values[:, :, c] - reads[:, :, c] @ state
         out.append(q_state[:, :, c] @ state + within[:, :, c] @ corrected)
         if c + 1 < chunks:
-            state = state * keep[:, :, c] + k_state[:, :, c].transpose(-1, -2) @ corrected
-    return torch.stack(out, 1).transpose(2, 3).reshape(batch, tokens, heads, v.shape[-1])
+            state = state * keep[:, :, c] + k_state[:, :, c] @ corrected
+    return torch.stack(out, 2)
 
 
 def _pad_tokens(x: Tensor, length: int) -> Tensor:
@@ -179,8 +195,8 @@ def _position_in_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def _unpacked_index(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, int, int]:
-    """Row and column of every packed token in a [sequences, width] grid, and the grid's size."""
+    """Row and column of every packed token in a grid of a row a sequence, how many rows, and the longest's tokens."""
     index_T = torch.arange(tokens, device=cu_seqlens.device)
     sequence_T = torch.bucketize(index_T, cu_seqlens[1:-1].to(index_T.dtype), right=True)
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return sequence_T, index_T - cu_seqlens[sequence_T], cu_seqlens.numel() - 1, -(-longest // CHUNK) * CHUNK
+    return sequence_T, index_T - cu_seqlens[sequence_T], cu_seqlens.numel() - 1, longest

@@ -16,7 +16,7 @@ SAMPLES = Samples(seed=3)
 
 def measured() -> tuple[Seconds, float]:
     """What a rank measures, and the sum of the encoder's gradients afterwards."""
-    plan = make_plan(1, global_batch_size=4, micro_batch_size=1, vision_micro_batch_size=2, num_layers=2)
+    plan = make_plan(1, global_batch_size=4, micro_batch_size=1, vision_micro_batch_size=2)
     state = build_state(plan)
     current, following = macro_batches(plan, SAMPLES, 0)
     found = measure(TrainStep(state), (current, following), loss_weights(plan, SAMPLES), get_platform("cpu"))

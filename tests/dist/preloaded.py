@@ -1,8 +1,13 @@
 """What every rank of the pool needs, imported once: ranks are forked from the process that has done so."""
 
+# ruff: noqa: E402  (imports come after garbage collection is off)
+
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+
+gc.disable()
 
 import torch
 import torch.distributed as dist
@@ -11,13 +16,16 @@ from flagscale.platforms import get_platform
 from flagscale.platforms.light import light_imports
 
 with light_imports():
-    import flagscale.train.loop  # noqa: F401  (for the forks)
+    import flagscale.train.loop
 
 __all__ = ["dist"]
 
 torch.set_num_threads(1)
 get_platform("cpu").install()
+# A rank trains again and again. What a run freezes and gives back at its end would bring these imports back with it.
+flagscale.train.loop.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
 
 # A rank collects garbage after every case: not among the million objects of these imports.
 gc.collect()
 gc.freeze()
+gc.enable()

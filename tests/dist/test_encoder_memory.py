@@ -82,8 +82,8 @@ def encoder_bytes(plan: ExperimentPlan) -> tuple[int, dict[str, torch.Tensor]]:
 def measured(recompute: bool, factor: int, **keys: Any) -> tuple[int, dict[str, torch.Tensor]]:
     """`encoder_bytes` at ViT DP4, LLM TP2/DP2 with 8 microbatches."""
     plan = make_plan(
-        4, tensor_model_parallel_size=2, global_batch_size=32, micro_batch_size=2, num_layers=2,
-        full_attention_interval=2, vision_micro_batch_size=factor, vision_recompute=recompute, **keys,
+        4, tensor_model_parallel_size=2, global_batch_size=32, micro_batch_size=2,
+        vision_micro_batch_size=factor, vision_recompute=recompute, **keys,
     )  # fmt: skip
     assert plan.batch.vit_batch_factor == factor
     return run_ranks(4, encoder_bytes, plan, timeout=120)[0]

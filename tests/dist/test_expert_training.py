@@ -17,7 +17,8 @@ OVERRIDES = (
     "model=qwen35_tiny_moe", "model.tensor_model_parallel_size=2", "model.expert_model_parallel_size=2",
     "model.sequence_parallel=true", f"model.train_iters={ITERATIONS}", "model.init_method_std=0.06",
     "model.optimizer.lr_warmup_iters=0", "model.global_batch_size=16", "model.eval_interval=null",
-    "data.valid_path=null", "system.logging.wandb=false", "system.logging.tensorboard=false",
+    "data.valid_path=null", "system.logging.wandb=false", "system.logging.tensorboard=false", "model.num_layers=2",
+    "model.full_attention_interval=2",
 )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ RELATIVE = 1e-4  # processors differ in the order of sums, and twenty updates pa
 
 def measure(folder: Path) -> list[dict[str, float]]:
     """The first iterations of the small main job on four ranks."""
-    layers = ("model.num_layers=4", "model.full_attention_interval=4")
-    plan = plan_of(small_digits(), folder / "run", f"model.train_iters={ITERATIONS}", *layers)
+    keys = ("model.num_layers=4", "model.full_attention_interval=4")
+    plan = plan_of(small_digits(), folder / "run", f"model.train_iters={ITERATIONS}", *keys)
     run_ranks(4, train, plan, timeout=300)
     return [{key: line[key] for key in KEYS} for line in read_metrics(folder / "run") if "lm_loss" in line]
 

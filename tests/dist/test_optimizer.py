@@ -22,7 +22,7 @@ from flagscale.train.optimizer import StepOutcome
 from flagscale.train.step import TrainStep
 from tests.dist.harness import build_state, full_parameters, loss_weights, macro_batches, make_plan
 from tests.dist.pool import run_ranks
-from tests.dist.test_gradients import FROZEN, LAYOUTS, MIXED, batch_keys, mostly_long
+from tests.dist.test_gradients import FROZEN, LAYOUTS, MIXED, batch_keys, model_keys, mostly_long
 
 STEPS = 3
 # Adam's first steps are lr * sign(g), which rounding turns over where a gradient is near zero; an epsilon above the
@@ -60,15 +60,16 @@ def plan_of(name: str, optimizer: OptimizerConfig = KEYS, **model: Any) -> Exper
     return make_plan(world, **keys, **model, optimizer=optimizer, **batch_keys(world, keys, 2))
 
 
-def single(optimizer: OptimizerConfig = KEYS) -> ExperimentPlan:
+def single(optimizer: OptimizerConfig = KEYS, **model: Any) -> ExperimentPlan:
     """The same batch in one process."""
-    return make_plan(1, global_batch_size=24, micro_batch_size=3, vision_micro_batch_size=6, optimizer=optimizer)
+    batch = {"global_batch_size": 24, "micro_batch_size": 3, "vision_micro_batch_size": 6}
+    return make_plan(1, **batch, **model, optimizer=optimizer)
 
 
 @cache
-def reference(steps: int = STEPS) -> Trained:
+def reference(steps: int = STEPS, **model: Any) -> Trained:
     """What the single process does."""
-    return run_ranks(1, trained, single(), steps)[0]
+    return run_ranks(1, trained, single(**model), steps)[0]
 
 
 CI = [
@@ -82,8 +83,8 @@ def test_steps_equal_the_single_process(name: str) -> None:
     ranks = run_ranks(LAYOUTS[name][0], trained, plan_of(name), timeout=120)
     outcomes, parameters = ranks[0]
     assert all(found[0] == outcomes for found in ranks), "ranks disagree on an outcome"
-    expected, expected_parameters = reference()
-    start = reference(0)[1]
+    expected, expected_parameters = reference(**model_keys(name))
+    start = reference(0, **model_keys(name))[1]
     for n, (outcome, one) in enumerate(zip(outcomes, expected, strict=True)):
         assert not outcome.skipped
         relative = NORM_LATER if n else NORM

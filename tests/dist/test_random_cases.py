@@ -258,7 +258,7 @@ def stay_away(plan: ExperimentPlan, case: Case) -> None:
 
 def test_a_hang_is_noticed() -> None:
     """Negative control: the time limit ends a case that waits for a rank for ever."""
-    plan = make_plan(2, global_batch_size=4, vision_micro_batch_size=1, num_layers=2, full_attention_interval=2)
+    plan = make_plan(2, global_batch_size=4, vision_micro_batch_size=1)
     case = Case(batch={}, data={}, samples=Samples(seed=1), actions=(), filled=1)
     pool = Pool()  # its ranks end here
     with pool.session(2) as run:

@@ -9,7 +9,7 @@ from pathlib import Path
 from flagscale.train.metrics import read_metrics
 from tests.data.helpers import sharegpt, small_digits, write_jsonl
 from tests.dist.pool import run_ranks
-from tests.dist.test_training import HELD_OUT, close, losses, plan_of, train
+from tests.dist.test_training import HELD_OUT, close, losses, plan_of, train, validated
 from tools.data import make_digits
 
 ITERATIONS, KILLED = 6, 4
@@ -28,7 +28,7 @@ def test_a_packed_mix_with_bad_samples_trains_and_resumes(tmp_path: Path) -> Non
     keys = (
         sources, "data.packing=length_budget", "data.language_balance=true",
         "data.on_bad_sample=skip", "model.tensor_model_parallel_size=1", "model.vision_micro_batch_size=2",
-        f"model.train_iters={ITERATIONS}", "model.eval_interval=3", "system.checkpoint.save_interval=3",
+        f"model.train_iters={ITERATIONS}", *validated(digits, 3), "system.checkpoint.save_interval=3",
     )  # fmt: skip
     two, four = ("experiment.runner.nproc_per_node=2", "experiment.runner.nproc_per_node=4")
     unbroken, broken = (plan_of(digits, tmp_path / name, two, *keys) for name in ("unbroken", "broken"))
@@ -54,7 +54,7 @@ def test_a_packed_mix_with_bad_samples_trains_and_resumes(tmp_path: Path) -> Non
 
 def test_steps_of_the_demo_hardly_wait_for_data(tmp_path: Path) -> None:
     """Under 1 % of the step, the first iteration apart, in which reading starts."""
-    keys = ("experiment.runner.nproc_per_node=2", "model.train_iters=6", "model.eval_interval=null")
+    keys = ("experiment.runner.nproc_per_node=2", "model.train_iters=6")
     run_ranks(2, train, plan_of(small_digits(), tmp_path / "run", *keys), timeout=240)
     lines = [line for line in read_metrics(tmp_path / "run") if "lm_loss" in line][1:]
     assert len(lines) == 5

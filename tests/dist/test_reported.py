@@ -20,7 +20,7 @@ from flagscale.train.build import TrainState, build
 from flagscale.train.loop import Training
 from flagscale.train.metrics import read_metrics
 from tests.dist.pool import run_ranks
-from tests.dist.test_training import plan_of, train
+from tests.dist.test_training import plan_of, train, validated
 
 BAD = 2  # the iteration, from 0, whose gradient is spoiled
 
@@ -78,7 +78,7 @@ def max_over_mean(loads: list[int]) -> float:
 )
 def test_reported_load_is_what_the_encoders_were_given(mixture: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
     """The cost by hand of what each rank's encoder received, summed over an iteration, against the metric."""
-    plan = plan_of(mixture, tmp_path / "run", "model.train_iters=3", "model.eval_interval=null", *keys)
+    plan = plan_of(mixture, tmp_path / "run", "model.train_iters=3", *keys)
     ranks = run_ranks(4, encoded_patches, plan)
     lines = read_metrics(tmp_path / "run")
     assert len(lines) == 3
@@ -146,13 +146,13 @@ def test_a_run_skips_a_bad_iteration_and_goes_on(
 ) -> None:
     """Counted in the metrics and in checkpoints; nothing changes anywhere, the learning rate's schedule included."""
     layout = f"model.pipeline_model_parallel_size={stages}"
-    plan = plan_of(mixture, tmp_path / "run", "model.train_iters=4", "model.eval_interval=2", layout)
+    plan = plan_of(mixture, tmp_path / "run", "model.train_iters=4", *validated(mixture, 2), layout)
     ranks = run_ranks(4, train_with_a_bad_gradient, plan, module, rank, value)
     assert ranks == [(True, True, True)] * 4
     iterations = 4
     if module == VISION:
         iterations = 5
-        longer = plan_of(mixture, tmp_path / "run", "model.train_iters=5", "model.eval_interval=2", layout)
+        longer = plan_of(mixture, tmp_path / "run", "model.train_iters=5", *validated(mixture, 2), layout)
         run_ranks(4, train, longer)
     lines = [line for line in read_metrics(tmp_path / "run") if "lm_loss" in line]
     assert [line["skipped"] for line in lines] == [0, 0, 1, 1, 1][:iterations]

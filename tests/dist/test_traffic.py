@@ -79,7 +79,7 @@ def least_rows(plan: ExperimentPlan, batch: MacroBatch) -> int:
 )
 def test_reported_bytes_are_those_that_travel_and_the_least(name: str, keys: dict[str, Any]) -> None:
     world, layout = LAYOUTS[name]
-    plan = make_plan(world, **layout, **keys, **batch_keys(world, layout, 2), num_layers=4)
+    plan = make_plan(world, **layout, **keys, **batch_keys(world, layout, 2))
     found = run_ranks(world, traffic_of_a_step, plan)
     assert found[0].minimum > 0
     assert all(traffic.sent == traffic.reported == found[0].minimum == traffic.minimum for traffic in found)

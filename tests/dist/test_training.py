@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from flagscale.plan.build import checked_plan
 from flagscale.plan.plan import ExperimentPlan
 from flagscale.platforms import get_platform
 from flagscale.runner.render import torchrun_command
+from flagscale.train import loop
 from flagscale.train.build import build
 from flagscale.train.language import LossWeights
 from flagscale.train.loop import Training
@@ -25,8 +27,8 @@ from tests.dist.pool import run_ranks
 SMALL = (
     "model.num_layers=2", "model.full_attention_interval=2", "model.hidden_size=32", "model.ffn_hidden_size=48",
     "model.vision_hidden_size=32", "model.vision_ffn_hidden_size=48", "model.linear_num_value_heads=4",
-    "model.kv_channels=32", "model.seq_length=144", "model.global_batch_size=16", "model.eval_iters=1",
-    "system.logging.wandb=false", "system.logging.tensorboard=false",
+    "model.kv_channels=32", "model.seq_length=144", "model.global_batch_size=16", "model.eval_interval=null",
+    "data.valid_path=null", "system.logging.wandb=false", "system.logging.tensorboard=false",
 )  # fmt: skip
 
 
@@ -36,17 +38,22 @@ def digits() -> Path:
     return small_digits()
 
 
-HELD_OUT = 32  # samples; every run ends with all of them, and whole runs here are a few iterations long
+HELD_OUT = 32  # samples; a run that validates ends with all of them, and whole runs here are a few iterations long
 
 
-def plan_of(digits: Path, exp_dir: Path, *overrides: str) -> ExperimentPlan:
-    """The plan of the default run in small, with the first held-out samples of a digits data set; `overrides` win."""
+def validated(digits: Path, interval: int) -> tuple[str, ...]:
+    """Keys of a run that validates on the first held-out samples of a digits data set."""
     held_out = digits / "held_out.jsonl"
     if not held_out.exists():
         lines = (digits / "valid.jsonl").read_text().splitlines(keepends=True)
         held_out.write_text("".join(lines[:HELD_OUT]))
-    data = (f"data.train_path={digits}/train.jsonl", f"data.valid_path={held_out}")
-    chosen = {text.split("=", 1)[0]: text for text in (*SMALL, *data, f"experiment.exp_dir={exp_dir}", *overrides)}
+    return (f"data.valid_path={held_out}", f"model.eval_interval={interval}", "model.eval_iters=1")
+
+
+def plan_of(digits: Path, exp_dir: Path, *overrides: str) -> ExperimentPlan:
+    """The plan of the default run in small, without validation; `overrides` win."""
+    fixed = (f"data.train_path={digits}/train.jsonl", f"experiment.exp_dir={exp_dir}")
+    chosen = {text.split("=", 1)[0]: text for text in (*SMALL, *fixed, *overrides)}
     loaded = load("qwen35_mimo", None, list(chosen.values()))
     return checked_plan(loaded, torchrun_command)
 
@@ -95,7 +102,7 @@ def test_a_resumed_run_equals_an_unbroken_one(digits: Path, tmp_path: Path) -> N
     The unbroken run validates in between, which leaves no trace; it reads in a thread, the broken one in processes.
     """
     keys = ("model.train_iters=6", "model.vision_micro_batch_size=2")  # two macro batches an iteration
-    unbroken = plan_of(digits, tmp_path / "unbroken", *keys, "model.eval_interval=2")
+    unbroken = plan_of(digits, tmp_path / "unbroken", *keys, *validated(digits, 2))
     run_ranks(4, train, unbroken)
     broken = plan_of(digits, tmp_path / "broken", *keys, "system.checkpoint.save_interval=2", "data.workers=1")
     run_ranks(4, train, broken, 4)
@@ -107,10 +114,16 @@ def test_a_resumed_run_equals_an_unbroken_one(digits: Path, tmp_path: Path) -> N
     assert names == ["iter_0000004", "iter_0000006"]  # the newest two are kept
 
 
-def test_a_checkpoint_continues_at_another_layout(digits: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPlan:
+    """A run of four iterations at TP2, to compare with."""
+    plan = plan_of(small_digits(), tmp_path_factory.mktemp("whole") / "run", "model.train_iters=4")
+    run_ranks(4, train, plan)
+    return plan
+
+
+def test_a_checkpoint_continues_at_another_layout(digits: Path, whole: ExperimentPlan, tmp_path: Path) -> None:
     """Two iterations at TP2, then two at TP1 and ViT TP2: the same as four at TP2, up to rounding."""
-    whole = plan_of(digits, tmp_path / "whole", "model.train_iters=4")
-    run_ranks(4, train, whole)
     first = plan_of(digits, tmp_path / "moved", "model.train_iters=2")
     run_ranks(4, train, first)
     layout = ("model.tensor_model_parallel_size=1", "model.vision_tensor_model_parallel_size=2")
@@ -119,22 +132,20 @@ def test_a_checkpoint_continues_at_another_layout(digits: Path, tmp_path: Path) 
         "model.vision_micro_batch_size=8",
     )  # fmt: skip
     run_ranks(4, train, second)
-    close(losses(tmp_path / "moved"), losses(tmp_path / "whole"), 2e-4)
+    close(losses(tmp_path / "moved"), losses(whole.exp_dir), 2e-4)
 
 
-def test_unified_equals_colocated(digits: Path, tmp_path: Path) -> None:
+def test_unified_equals_colocated(digits: Path, whole: ExperimentPlan, tmp_path: Path) -> None:
     """The same batches, losses and norms, up to rounding."""
-    colocated = plan_of(digits, tmp_path / "colocated", "model.train_iters=4")
     unified = plan_of(digits, tmp_path / "unified", "model.train_iters=4", "model.use_mimo=false")
-    assert (colocated.layout, unified.layout) == ("colocated", "unified")
-    for plan in (colocated, unified):
-        run_ranks(4, train, plan)
-    close(losses(tmp_path / "unified"), losses(tmp_path / "colocated"), 1e-4)
+    assert (whole.layout, unified.layout) == ("colocated", "unified")
+    run_ranks(4, train, unified)
+    close(losses(tmp_path / "unified"), losses(whole.exp_dir), 1e-4)
 
 
 def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
     """Metrics with every promised key, validation lines, plots."""
-    plan = plan_of(digits, tmp_path / "run", "model.train_iters=2", "model.eval_interval=1")
+    plan = plan_of(digits, tmp_path / "run", "model.train_iters=2", *validated(digits, 1))
     run_ranks(4, train, plan)
     lines = read_metrics(tmp_path / "run")
     promised = {
@@ -154,15 +165,16 @@ def test_a_run_leaves_its_files(digits: Path, tmp_path: Path) -> None:
 
 
 def frozen_after(plan: ExperimentPlan) -> int:
-    """Objects that garbage collection leaves out on this rank after a run."""
-    train(plan)
+    """Objects that garbage collection leaves out on this rank after a run as a process of its own would do it."""
+    with mock.patch.object(loop, "gc", gc):
+        train(plan)
     return gc.get_freeze_count()
 
 
 def test_a_short_run(digits: Path, tmp_path: Path) -> None:
     """`mfu` is the share of the peak that is given. Nothing stays frozen: a process that trains again would keep the
     model of every run before."""
-    keys = ("model.train_iters=1", "system.peak_tflops=0.5", "model.eval_interval=null")
+    keys = ("model.train_iters=1", "system.peak_tflops=0.5")
     assert run_ranks(4, frozen_after, plan_of(digits, tmp_path / "run", *keys)) == [0] * 4
     line = read_metrics(tmp_path / "run")[0]
     assert line["mfu"] == pytest.approx(line["tflops_per_gpu"] / 0.5)

@@ -21,7 +21,7 @@ from flagscale.train.build import TrainState
 from flagscale.train.step import TrainStep
 from tests.dist.harness import build_state, make_plan
 from tests.dist.pool import run_ranks
-from tests.dist.test_training import plan_of
+from tests.dist.test_training import plan_of, validated
 
 FLAGSCALE = Path(__file__).parents[2] / "flagscale"
 RANKS_RUN = ("data", "models", "parallel", "platforms", "train")  # packages of what a rank does
@@ -147,7 +147,7 @@ def reading(plan: ExperimentPlan) -> dict[str, Any]:
 @pytest.mark.parametrize("packing", ["none", "length_budget"])
 def test_both_layouts_read_alike(mixture: Path, tmp_path: Path, packing: str) -> None:
     """The same samples; every image opened and decoded once in the job, in the background; the same bytes."""
-    keys = ("model.train_iters=1", "model.eval_interval=null", f"data.packing={packing}")
+    keys = ("model.train_iters=1", *validated(mixture, 1), f"data.packing={packing}")
     plans = {
         "unified": plan_of(mixture, tmp_path / "a", *keys, "model.use_mimo=false"),
         "colocated": plan_of(mixture, tmp_path / "b", *keys),
