@@ -28,11 +28,14 @@ demo: $(STAMP) ## train the small model on a CPU, from nothing to pictures; ARGS
 	$(PY) -m tools.data.make_digits
 	$(RUN) $(ARGS)
 
+# Hundreds of processes start in the tests: they keep their bytecode, whatever the environment says.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
 test: $(STAMP) ## run the tests; ARGS="..." goes to pytest
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: $(STAMP) ## run the tests that take minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m long $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m long $(ARGS)
 
 bench-data: $(STAMP) ## reading and decoding against a plain DataLoader at 2, 4 and 8 ranks; ARGS="--ranks 8"
 	$(PY) -m tools.bench.data $(ARGS)

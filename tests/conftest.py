@@ -12,7 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
-gc.disable()  # until all tests are imported, which stay
+from flagscale.light import light_imports
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker of `make test` imports all tests, and what they need
+    with light_imports():
+        import flagscale.train.loop  # noqa: F401
+gc.disable()
 
 # A property is about values, not about how long a shared machine takes over one example.
 settings.register_profile("shared-machine", deadline=None)

@@ -1,22 +1,18 @@
 """What every rank of the pool needs, imported once: ranks are forked from the process that has done so."""
 
-# ruff: noqa: E402  (imports come after garbage collection is off)
-
 from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
 
-gc.disable()
-
-import torch
-import torch.distributed as dist
-
-from flagscale.platforms import get_platform
-from flagscale.platforms.light import light_imports
+from flagscale.light import light_imports
 
 with light_imports():
+    import torch
+    import torch.distributed as dist
+
     import flagscale.train.loop
+    from flagscale.platforms import get_platform
 
 __all__ = ["dist"]
 
@@ -25,7 +21,6 @@ get_platform("cpu").install()
 # A rank trains again and again. What a run freezes and gives back at its end would bring these imports back with it.
 flagscale.train.loop.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
 
-# A rank collects garbage after every case: not among the million objects of these imports.
+# A rank collects garbage after every case: not among the million objects that exist by now.
 gc.collect()
 gc.freeze()
-gc.enable()

@@ -16,7 +16,7 @@ FAULT, ITERATION = os.environ["FAULT"], 2
 
 def break_rank() -> None:
     """Puts the fault into this process."""
-    from flagscale.platforms.light import light_imports
+    from flagscale.light import light_imports
 
     with light_imports():
         from flagscale.train import language

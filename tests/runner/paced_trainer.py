@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from flagscale.platforms.light import light_imports
+from flagscale.light import light_imports
 from flagscale.train.megatron import train_qwen35
 
 PAUSE = 0.25  # s

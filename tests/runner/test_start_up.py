@@ -25,6 +25,9 @@ try:
     train_qwen35.main()
 except ValueError as error:
     assert "plan file /nowhere/plan.json" in str(error)
+import gc
+assert gc.isenabled()
+assert gc.get_freeze_count() > 100_000
 import torch
 assert torch.compile.__module__ == "torch"
 from PIL import Image

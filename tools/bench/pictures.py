@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_sample_images
 
 from flagscale.data.image import ImageSettings
 
@@ -71,6 +70,8 @@ def draw_grids(wanted: Wanted, rng: random.Random) -> list[tuple[int, int]]:
 
 def make_sample(wanted: Wanted, number: int) -> str:
     """Writes the pictures of one sample and returns its JSON line."""
+    from sklearn.datasets import load_sample_images  # half a second, which only those who write need
+
     rng = random.Random(f"{wanted.seed}/{number}")
     photographs = [Image.fromarray(array) for array in load_sample_images().images]
     names, used = [], 0

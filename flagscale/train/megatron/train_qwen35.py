@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from pathlib import Path
@@ -14,21 +13,18 @@ from flagscale.plan.plan import ExperimentPlan
 
 def main() -> int:
     """Trains as the plan says; returns the exit code."""
-    gc.disable()  # what is imported stays: looking for garbage among it is a sixth of the time until a rank is ready
     # Here and not above: each process that writes a checkpoint imports this file again.
-    import torch.distributed as dist
-
-    from flagscale.platforms import get_platform
-    from flagscale.platforms.light import light_imports
+    from flagscale.light import light_imports
 
     with light_imports():
+        import torch.distributed as dist
+
+        from flagscale.platforms import get_platform
         from flagscale.train.build import build
         from flagscale.train.failure import leave_if_explained, report_user_error
         from flagscale.train.loop import Training
         from flagscale.train.place import Place, log_folder
         from flagscale.train.rendezvous import rendezvous
-    gc.freeze()
-    gc.enable()
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="plan.json written by run.py")
