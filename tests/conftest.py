@@ -17,7 +17,7 @@ from flagscale.light import light_imports
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker of `make test` imports all tests, and what they need
     with light_imports():
         import flagscale.train.loop  # noqa: F401
-gc.disable()
+    gc.disable()
 
 # A property is about values, not about how long a shared machine takes over one example.
 settings.register_profile("shared-machine", deadline=None)
@@ -35,5 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Garbage is looked for again, but not among what has been imported."""
-    gc.freeze()
-    gc.enable()
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()

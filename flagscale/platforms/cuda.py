@@ -31,7 +31,8 @@ def cuda_platform() -> Platform:
     """NCCL on GPU number LOCAL_RANK; Transformer Engine and flash-linear-attention where installed.
 
     Raises:
-        UserError: no GPU, no GPU for this local rank, or a version of triton or cuDNN with which gradients are wrong.
+        UserError: no GPU, no GPU for this local rank, or a version of flash-linear-attention, triton or cuDNN that is
+            not known to be right.
     """
     # Read when this process first uses its GPU. Megatron-Core's tensor parallel overlap relies on kernels being issued
     # in one order; the launcher sets it too, other programs may not.
@@ -51,6 +52,7 @@ def cuda_platform() -> Platform:
     fla = _installed("fla-core") or _installed("flash-linear-attention")
     triton = _installed("triton")
     if fla is not None:
+        check_delta_rule(fla)
         check_triton(fla, triton, torch.cuda.get_device_capability(device))
     engine = _installed("transformer-engine") if importlib.util.find_spec("transformer_engine") else None
     return Platform(
@@ -93,6 +95,20 @@ def communication_settings(environment: Mapping[str, str]) -> str:
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a device, None for one that is not in the table."""
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def check_delta_rule(fla: str) -> None:
+    """Refuses versions of flash-linear-attention that may take no raw decay and write strength: unknown keywords of its
+    rule are dropped without a word, and what is projected would be used as if it were prepared.
+
+    Raises:
+        UserError: names the version.
+    """
+    if not (0, 6) <= _numbers(fla)[:2] < (0, 7):
+        raise UserError(
+            f"flash-linear-attention {fla}: its gated delta rule has not been checked with this project's layer; "
+            "install flash-linear-attention==0.6.0"
+        )
 
 
 def check_triton(fla: str, triton: str | None, capability: tuple[int, int]) -> None:

@@ -79,6 +79,11 @@ class LanguageSchedule:
             shards = groups.tp.size() if get_model_config(model).sequence_parallel else 1
             self._graph = MicrobatchGraph(self._loss_of, self._without_trace, graph_tokens // shards)
 
+    @property
+    def is_graphed(self) -> bool:
+        """Whether a microbatch is replayed as one CUDA graph."""
+        return self._graph is not None
+
     def train(
         self, batches: list[TextBatch], rows: list[VisualRows], weights: LossWeights, *, is_last: bool = True
     ) -> torch.Tensor:

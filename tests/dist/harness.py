@@ -36,7 +36,7 @@ TINY = {
     # A layer of each kind, and the MTP layer; more only make every case slower.
     "num_layers": 2, "full_attention_interval": 2,
     "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16,
-    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "vocab_size": VOCAB, "rotary_percent": 0.5, "mrope_section": [2, 1, 1],
     "rotary_base": 1e4, "vision_num_layers": 2, "vision_hidden_size": 32, "vision_ffn_hidden_size": 48,
     "vision_num_attention_heads": 4, "vision_patch_size": 4, "vision_num_position_embeddings": 16,

@@ -20,7 +20,9 @@ COMMON = {
     "tensor_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 8, "train_iters": ITERATIONS,
     "optimizer": OptimizerConfig(lr=3e-3, clip_grad=0.5, lr_warmup_iters=3),
 }  # fmt: skip
-WORLD = 2  # ViT DP2 and LLM TP2: a macro batch of factor 8 is a whole step; test_gradients.py has the other layouts
+# ViT DP2 and LLM TP2, where a macro batch of factor 8 is a whole step; test_gradients.py and test_optimizer.py compare
+# the other layouts, over three steps.
+WORLD = 2
 
 
 def losses(plan: ExperimentPlan) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flagscale.config.errors import UserError
 from flagscale.platforms import get_platform
 from flagscale.platforms.cpu_adam import CpuFusedAdam
-from flagscale.platforms.cuda import check_cudnn, check_triton, communication_settings, peak_flops
+from flagscale.platforms.cuda import check_cudnn, check_delta_rule, check_triton, communication_settings, peak_flops
 from flagscale.platforms.torch_kernels import (
     RAW_INPUTS,
     causal_conv1d,
@@ -254,3 +254,10 @@ def test_process_groups_share_a_network_thread() -> None:
             assert run(install_and_count) == first
     finally:
         pool.end()
+
+
+@pytest.mark.parametrize("fla", ["0.5.1", "0.7.0", "1.0"])
+def test_another_delta_rule_is_refused(fla: str) -> None:
+    check_delta_rule("0.6.0")
+    with pytest.raises(UserError, match=rf"flash-linear-attention {fla}: .*install flash-linear-attention==0.6.0"):
+        check_delta_rule(fla)

@@ -1,16 +1,18 @@
 """What the encoder beside the language model would bring: how much of its forward pass hides behind microbatches.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc_per_node 1 -m tools.bench.beside --config-path \
+    CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc_per_node 2 -m tools.bench.beside --config-path \
         examples/qwen35_mimo/conf --config-name 4b_h200x2 --variants f2 f4 --output outputs/beside
 
 The schedule encodes a macro batch, then runs its microbatches. Here the next macro batch is encoded on a second stream
 while the microbatches of this one run, without keeping activations, and compared with one after the other. What does
 not hide cannot be gained by a schedule that encodes ahead; what does, is an upper bound, since such a schedule keeps
-two macro batches of activations.
+two macro batches of activations. On a GPU the microbatches have to be a graph: launched one kernel after the other
+they would keep the host, and the encoder would wait for that.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import sys
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from flagscale.config.errors import UserError
 from flagscale.data.loader import DataPipeline
 from flagscale.data.macro import MacroBatch
 from flagscale.platforms import Platform
@@ -28,6 +31,7 @@ from flagscale.train.build import build
 from flagscale.train.language import LossWeights
 from flagscale.train.step import TrainStep
 from tools.bench import mimo
+from tools.bench.variants import Variant
 
 REPEATS = 5
 
@@ -93,23 +97,40 @@ def _median(run: Callable[[], None], platform: Platform) -> float:
     return statistics.median(times[1:])
 
 
+def measure_variant(variant: Variant, platform: Platform) -> None:
+    """Measures a variant, after a step of training, and prints it on rank 0.
+
+    Raises:
+        UserError: the variant has no two macro batches a step, or its microbatches are not replayed as a graph.
+    """
+    plan = variant.plan
+    if variant.peer or len(plan.batch.macro_batches) < 2:
+        raise UserError(f"variant {variant.name}: has no two macro batches a step; raise model.global_batch_size")
+    state = build(plan, platform)
+    data = DataPipeline(plan, "train", dist.get_rank(), pin=platform.is_cuda)
+    try:
+        step = TrainStep(state)
+        if platform.is_cuda and not step.language.is_graphed:
+            raise UserError(f"variant {variant.name}: the language model is no CUDA graph; set system.cuda_graph=true")
+        step.run(data.step(0), mimo.weights_of(plan, data, 0))
+        state.finish_gathers()
+        current, following, *_ = data.step(1)
+        found = measure(step, (current, following), mimo.weights_of(plan, data, 1), platform)
+    finally:
+        data.close()
+        state.topology.destroy()
+    if dist.get_rank() == 0:
+        print(f"{variant.name}, {len(current.microbatches)} microbatches: {found}", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measures each variant on the benchmark's data; the arguments are the benchmark's."""
     with mimo.session(arguments) as (_, platform, chosen):
         for variant in itertools.chain.from_iterable(chosen.values()):
-            state = build(variant.plan, platform)
-            data = DataPipeline(variant.plan, "train", dist.get_rank(), pin=platform.is_cuda)
-            try:
-                step = TrainStep(state)
-                step.run(data.step(0), mimo.weights_of(variant.plan, data, 0))
-                state.finish_gathers()
-                current, following, *_ = data.step(1)
-                found = measure(step, (current, following), mimo.weights_of(variant.plan, data, 1), platform)
-            finally:
-                data.close()
-                state.topology.destroy()
-            if dist.get_rank() == 0:
-                print(f"{variant.name}, {len(current.microbatches)} microbatches: {found}", flush=True)
+            measure_variant(variant, platform)
+            gc.collect()
+            if platform.is_cuda:
+                torch.cuda.empty_cache()
     return 0
 
 

@@ -281,7 +281,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeline", action="store_true", help="draw a step of each variant")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if not all(0 <= share <= pictures.MOST for share in options.visual_share):
+        parser.error(f"--visual-share {options.visual_share}: must lie between 0 and {pictures.MOST}")
+    return options
 
 
 @contextmanager
@@ -294,12 +297,12 @@ def session(
         SystemExit: with a message, where a variant's configuration or the data breaks a rule.
     """
     options = parse(arguments)
-    if os.environ["RANK"] == "0":
-        write_data(options)  # before this process has a GPU, since it makes others
-    platform = get_platform(os.environ.get("BENCH_PLATFORM", "auto"))
-    platform.install()
-    dist.init_process_group(platform.backend)
     try:
+        if os.environ["RANK"] == "0":
+            write_data(options)  # before this process has a GPU, since it makes others
+        platform = get_platform(os.environ.get("BENCH_PLATFORM", "auto"))
+        platform.install()
+        dist.init_process_group(platform.backend)
         yield (
             options,
             platform,

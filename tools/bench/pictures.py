@@ -25,6 +25,7 @@ from flagscale.data.image import ImageSettings
 SIDE_OF_TOKEN = 32  # pixels: 16 a patch, 2 x 2 patches merged
 MEDIAN_TOKENS, SIGMA = 340, 0.6  # of a picture
 SMALLEST, LARGEST = 64, 1024  # tokens of a picture
+MOST = 0.9  # of a row's tokens that may be visual: the rest has room for the template and what pictures are enlarged by
 FILE = "train.jsonl"
 WORDS = ("the", "of", "near", "under", "red", "green", "small", "large", "tower", "roof", "leaf", "stone", "light")
 
@@ -94,7 +95,7 @@ def make_sample(wanted: Wanted, number: int) -> str:
 def make(wanted: Wanted, samples: int, workers: int) -> Path:
     """Writes the data set and returns its JSONL file; nothing to do when it is there for the same request."""
     target, stamp = wanted.folder / FILE, wanted.folder / "stamp.txt"
-    request = f"{samples} {wanted}"
+    request = f"{samples} {wanted.seq_length} {wanted.visual} {wanted.seed} {wanted.image}"
     if target.is_file() and stamp.is_file() and stamp.read_text() == request:
         return target
     (wanted.folder / "images").mkdir(parents=True, exist_ok=True)
@@ -117,8 +118,8 @@ def main() -> int:
     parser.add_argument("--max-pixels", type=int, default=16777216, help="as data.max_pixels")
     parser.add_argument("--workers", type=int, default=8)
     options = parser.parse_args()
-    if not 0 <= options.visual <= 0.95:
-        parser.error(f"--visual {options.visual}: must lie between 0 and 0.95")
+    if not 0 <= options.visual <= MOST:
+        parser.error(f"--visual {options.visual}: must lie between 0 and {MOST}")
     image = ImageSettings(
         patch_size=SIDE_OF_TOKEN // 2, merge_size=2, temporal_patch_size=2, min_pixels=options.min_pixels,
         max_pixels=options.max_pixels,

@@ -27,6 +27,13 @@ class GatedDeltaNet(gdn.GatedDeltaNet):
     themselves, and splits and transposes in steps whose gradients are joined step by step.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.cp_size == 1, "context parallelism is not part of this layer"
+        assert not self.conv_bias, "the convolution has no bias"
+        assert not self.recompute_norm_out, "what is recomputed is a whole layer"
+        assert not self.config.deterministic_mode, "Megatron-Core's deterministic rule takes prepared inputs"
+
     def forward(
         self,
         hidden_states: Tensor,
