@@ -8,6 +8,7 @@ a `session` share even that. A case that fails or overruns its time ends all ran
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -142,6 +143,7 @@ class Pool:
 def _serve(connection: Connection) -> None:
     """Main loop of a rank."""
     os.setpgrp()
+    faulthandler.enable()  # a rank that crashes says where
     from tests.dist.preloaded import dist
 
     connection.send("ready")
