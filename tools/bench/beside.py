@@ -101,10 +101,12 @@ def measure_variant(variant: Variant, platform: Platform) -> None:
     """Measures a variant, after a step of training, and prints it on rank 0.
 
     Raises:
-        UserError: the variant has no two macro batches a step, or its microbatches are not replayed as a graph.
+        UserError: the variant is a peer, has no two macro batches a step, or replays no graph of its microbatches.
     """
     plan = variant.plan
-    if variant.peer or len(plan.batch.macro_batches) < 2:
+    if variant.peer:
+        raise UserError(f"variant {variant.name}: has no macro batches; name unified or a factor such as f4")
+    if len(plan.batch.macro_batches) < 2:
         raise UserError(f"variant {variant.name}: has no two macro batches a step; raise model.global_batch_size")
     state = build(plan, platform)
     data = DataPipeline(plan, "train", dist.get_rank(), pin=platform.is_cuda)
